@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainer.arguments import NonNegativeInt
 from trainer.callbacks.progress_bar import Display, ProgressBar, fewer
 from trainer.errors import require_package
-from trainer.runs.terminal import width_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -123,9 +122,9 @@ class _RichBars(Display):
         """Return as many of the values as the terminal has room for next to the bar."""
         task = self._progress.tasks[-1]
         count = len(f"{task.completed:.0f}/{task.total}")
-        taken = width_of(task.description) + self._bar_width + count + len("0:00:00 1000.00/s") + 5
+        taken = len(task.description) + self._bar_width + count + len("0:00:00 1000.00/s") + 5
         room = self._progress.console.width - taken
-        return next((text for text in map(self._delimiter.join, fewer(metrics)) if width_of(text) <= room), "")
+        return next((text for text in map(self._delimiter.join, fewer(metrics)) if len(text) <= room), "")
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)

@@ -12,8 +12,8 @@ import torch
 
 from trainer.arguments import Limit, PositiveInt, number_of
 from trainer.callback import Callback
+from trainer.model.compile import compilations
 from trainer.model.peak_flops import peak_of
-from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress

@@ -578,8 +578,6 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
         with raises_recorded(ConfigError):
             engine.backward(loss)
         with raises_recorded(ConfigError):
-            engine.setup(net, CosineAnnealingLR(raw, 3))  # type: ignore[arg-type]
-        with raises_recorded(ConfigError):
             engine.setup(nn.Linear(2, 1), raw)
         model, optimizer = engine.setup(net, raw)
         with raises_recorded(ConfigError):
@@ -591,8 +589,6 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
         out = model(torch.ones(3, 2))
         with raises_recorded(ConfigError):
             engine.backward(out.mean().detach())
-        with raises_recorded(ConfigError):
-            engine.backward(out)
         engine.backward(out.mean())
         with raises_recorded(ConfigError):
             engine.save(tmp_path / "c", {"model": model})
@@ -605,8 +601,6 @@ def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> Non
         for wrong in (net, DataLoader([1])):
             with raises_recorded(ConfigError):
                 engine.save(tmp_path / "c", {"it": wrong})
-        with raises_recorded(ConfigError):
-            engine.save(tmp_path / "c", {"optimizer": optimizer})
         with raises_recorded(ConfigError):
             engine.setup_dataloaders(dataset())
         engine.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "steps": 1})

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -282,3 +283,9 @@ def with_modes(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers, and those in them, with `train()` and `eval()`: they have two sets of weights."""
     every = [one for optimizer in optimizers for one in optimizers_inside(optimizer).values()]
     return [one for one in every if all(callable(getattr(one, mode, None)) for mode in ("train", "eval"))]
+
+
+def parameters_of(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the parameters in the groups of optimizers."""
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    return [*chain.from_iterable(group["params"] for group in groups)]

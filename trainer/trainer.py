@@ -1001,15 +1001,13 @@ class Trainer:
         return self._manual
 
     def _begun(self, method: str) -> Run:
-        if self._run is None:
-            raise ConfigError(f"{method}: nothing has run yet: call fit first.")
-        if not self._run.has_weights:
+        if not self.run.has_weights:
             raise ConfigError(
                 f"{method}: the run's weights are not there yet: use it from on_fit_start on (on_validation_start, "
                 "on_test_start, on_predict_start). In setup, configure_model and on_load_checkpoint the module is as "
                 "you made it: read and change its parameters themselves, and the checkpoint's in checkpoint['model']."
             )
-        return self._run
+        return self.run
 
     @property
     def stage(self) -> str | None:

@@ -30,7 +30,6 @@ from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
-from trainer.model.parameter_access import ExplainingShards
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
@@ -153,7 +152,6 @@ class FSDPStrategy(DistributedStrategy):
         self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
         self.init_device = init_device
         self.wrapped: Any = None
-        self._explaining = ExplainingShards(nn.Module(), self.name)
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
@@ -252,9 +250,6 @@ class FSDPStrategy(DistributedStrategy):
             raise_problems(unsupported(module, self.name, "sparse"), f"strategy {self.name!r}")
         self.module, self._full, self._gathered_at_start = module, SwappedParameters(self, self._computing_full), []
         self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
-        self._explaining.end()
-        self._explaining = ExplainingShards(module, self.name)
-        self._explaining.begin()
         read_full_numbers()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
@@ -528,7 +523,7 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        with self._explaining.paused(), self._order.of(step):
+        with self._order.of(step):
             return self._split.call(step, args, self.device, partial(self._call_step, step, *args))
 
     def _call_step(self, step: str, *args: Any) -> Any:
@@ -562,8 +557,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def _changed_since(self, before: GatheredStates) -> str:
         """Return the names of the parameters whose full values have changed."""
-        with self._explaining.paused():
-            changed = [record for record, then in before if _state_of(record._unsharded_param) != then]
+        changed = [record for record, then in before if _state_of(record._unsharded_param) != then]
         return ", ".join(self._name_of(record._module_info) for record in changed)
 
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
@@ -711,8 +705,7 @@ class FSDPStrategy(DistributedStrategy):
             loss = self.scaler.scale(loss)
         self._split.compare_loss(loss)
         if self._split.pipeline is not None:
-            with self._explaining.paused():
-                self._split.pipeline.backward(loss, self._backward_of)
+            self._split.pipeline.backward(loss, self._backward_of)
             return
         order = self._order.paused() if self._steps_by_hand else self._order.of(BACKWARD)
         with self._split.losses(), order, self._split.as_forward(), self._gradients.of_step(self._of_models.values()):
@@ -735,16 +728,14 @@ class FSDPStrategy(DistributedStrategy):
 
     def end_window(self) -> None:
         if self._split.pipeline is not None:
-            with self._explaining.paused():
-                self._split.pipeline.end_window(self._backward_of)
+            self._split.pipeline.end_window(self._backward_of)
             self._gathered_at_start = []
             self._split.exchange_values()
         self._split.end_window()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         self._split.end_window()  # of a loop that has no windows
-        with self._explaining.paused() if closure is None else NULL_CONTEXT:
-            super().step(optimizer, closure, **options)
+        super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self._gradients.release()
             for unit in self._units:
@@ -842,7 +833,6 @@ class FSDPStrategy(DistributedStrategy):
         load_by_position(optimizer, state_by_position(self.module, optimizer, state, part_as_dtensor))
 
     def teardown(self) -> None:
-        self._explaining.end()
         self._order.end()
         self._of_models.clear()
         pipeline = self._split.pipeline if "_split" in vars(self) else None

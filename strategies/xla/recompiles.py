@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
-from trainer.model.recompilation import RecompilationMonitor
+log = logging.getLogger("trainer")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """The tensors of a batch: where each one is, and its shape."""
 
 MOST_ELSEWHERE = 10
 """Graphs compiled between the steps until a warning."""
+MOST_WARNINGS = 10
 
 
-class XlaRecompilationMonitor(RecompilationMonitor):
+class XlaRecompilationMonitor:
     """Read torch_xla's own counter after each step, and name the shapes that were new when it has grown.
 
     Args:
@@ -26,7 +28,10 @@ class XlaRecompilationMonitor(RecompilationMonitor):
     """
 
     def __init__(self, warmup: int) -> None:
-        super().__init__()
+        self.compilations = 0
+        """Number of graphs compiled in this process."""
+        self.recompilations: Counter[Hashable] = Counter()
+        """Number of recompilations by cause."""
         self.warmup = warmup
         self.elsewhere = 0
         """Graphs compiled after the warm-up between the steps: where values are read."""
@@ -73,6 +78,13 @@ class XlaRecompilationMonitor(RecompilationMonitor):
     def recompiled_steps(self) -> int:
         """Number of steps compiled again after the warm-up."""
         return sum(count for cause, count in self.recompilations.items() if cause != "elsewhere")
+
+    def add_recompilation(self, cause: Hashable, warning: str) -> None:
+        """Count a recompilation, and log the warning at the first one for a cause."""
+        self.recompilations[cause] += 1
+        if self.recompilations[cause] == 1 and len(self.recompilations) <= MOST_WARNINGS:
+            last = " That was the last warning of this kind." if len(self.recompilations) == MOST_WARNINGS else ""
+            log.warning("%s%s", warning, last)
 
     def _newly_compiled(self) -> int:
         before, self.compilations = self.compilations, compilations_so_far()

@@ -91,10 +91,3 @@ def test_a_damaged_state_and_an_unknown_mode_are_refused() -> None:
         combined("sequential").load_state_dict({"lengths": ["many"]})
     with raises_recorded(ConfigError):
         CombinedLoader([], "maxsize")  # type: ignore[arg-type]
-
-
-def test_loaders_nested_without_end_are_refused() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with raises_recorded(ConfigError):
-        CombinedLoader(endless)

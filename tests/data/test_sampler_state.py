@@ -342,7 +342,7 @@ class Loader(DataLoader[Any]):
 def test_loaders_that_are_iterated_as_they_are(tmp_path: Path) -> None:
     check(lambda: Loader(data(), 4, sampler=Own(np.random.default_rng())), tmp_path / "subclass")
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    words = "the StatefulDataLoader over TensorDataset has a sampler with a random generator"
+    words = "or a sampler with a random generator, which is not in its state"
     for sampler, reported in ((Own(np.random.default_rng()), True), (None, False)):
         loader = make_batch_loader(stateful(data(), 4, sampler=sampler), rank=0, world_size=1, seed=1, training=True)
         assert (words in (loader.note or "")) is reported

@@ -96,11 +96,6 @@ def test_weights_that_mean_nothing(weights: list[float]) -> None:
         draw(WeightedRandomSampler(weights, 4))
 
 
-def test_too_few_weights_without_replacement() -> None:
-    with raises_recorded(ConfigError):
-        draw(WeightedRandomSampler([0.0, 0.0, 2.0], 3, replacement=False))
-
-
 @pytest.mark.parametrize(
     "sampler",
     [

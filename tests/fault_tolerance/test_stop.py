@@ -140,9 +140,13 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(name: str, hook: st
 @pytest.mark.parametrize(
     ("hook", "checkpoints", "message"),
     [
-        ("setup", True, "stopped after step 0: SIGTERM. There is no checkpoint (there was no step): started again, it"),
+        ("setup", True, "stopped after step 0: SIGTERM. This run has written no checkpoint: started again as now, it"),
         ("on_train_batch_end", True, "stopped after step 1: SIGTERM. To go on, start it again with ckpt_path='last'"),
-        ("on_train_batch_end", False, "stopped after step 1: SIGTERM. There is no checkpoint (no ModelCheckpoint has"),
+        (
+            "on_train_batch_end",
+            False,
+            "stopped after step 1: SIGTERM. This run has written no checkpoint: started again as now, it",
+        ),
     ],
 )
 def test_the_last_message_names_what_is_saved(
@@ -173,7 +177,7 @@ def test_a_stop_before_the_first_new_step_names_the_checkpoint_of_before(
     again = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[Stopped()])
     with pytest.raises(SystemExit):
         again.fit(Toy(), loader(4), ckpt_path=tmp_path / "saved")
-    assert f"has saved nothing since {tmp_path / 'saved'}: to go on from there" in capsys.readouterr().out
+    assert "This run has written no checkpoint: started again as now, it begins where" in capsys.readouterr().out
 
 
 def test_a_signal_is_not_lost_to_an_earlier_request_to_stop(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_states_follow_the_arguments(before: list[int], now: list[int], steps: l
 
 def test_what_is_ambiguous_begins_anew_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert counted(tmp_path / "one", [1, 100], [7, 9]) == [0, 0]
-    assert "has the states of Counts, Counts-2, and several callbacks of this run could be meant" in caplog.text
+    assert "has the state of Counts, Counts-2, which this run does not have, or has several times" in caplog.text
     assert counted(tmp_path / "two", [1, 100], [100, 7]) == [4, 0]
-    assert "has the states of Counts, and several callbacks of this run could be meant" in caplog.text
+    assert "has the state of Counts, which this run does not have, or has several times" in caplog.text
 
 
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
-from trainer import Callback, CheckpointError, ConfigError, Trainer
+from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, Timer
 from trainer.checkpoint.directory import CheckpointDirectory
 
@@ -167,34 +167,6 @@ def test_a_plateau_scheduler_of_steps_does_the_same_on_data_without_a_length(
 def test_a_plateau_scheduler_of_a_misspelt_name(interval: str) -> None:
     with raises_recorded(ConfigError):
         quiet(max_epochs=2).fit(Plateau("vall", interval=interval), loader(4), loader(1))
-
-
-class OneCycle(Toy):
-    """Its OneCycleLR has `steps` steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def test_a_schedule_that_the_run_outlasts_is_reported_before_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = quiet(max_epochs=2)
-    trainer.fit(OneCycle(8), loader(4))
-    trainer.save_checkpoint(tmp_path / "saved")
-    assert "OneCycleLR" not in caplog.text
-    with pytest.raises(ValueError, match="Tried to step 9 times"):
-        quiet(max_epochs=3).fit(OneCycle(8), loader(4))
-    assert "the OneCycleLR has 8 steps, and the run takes 12 of it: torch refuses the next one. Set" in caplog.text
-    with raises_recorded(CheckpointError):
-        quiet(max_epochs=3).fit(OneCycle(12), loader(4), ckpt_path=tmp_path / "saved")
-    assert caplog.text.count("has 8 steps, and the run takes 12") == 2
 
 
 @pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 3}])

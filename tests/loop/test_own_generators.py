@@ -570,4 +570,4 @@ def test_an_iterator_over_a_loader_is_named_at_the_first_save(
         trainer.save_checkpoint(tmp_path / name)
     said = [text for text in caplog.messages if "place of an iterator" in text]
     assert len(said) == bool(way)
-    assert all(f"begins anew: {way}. Give the loader to the trainer" in text for text in said)
+    assert all(f"begins again: {way}. Give the loader to the trainer" in text for text in said)

@@ -139,7 +139,7 @@ TRANSFORMER = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": T
             ["layers.0", "layers.1"],
             id="a small stack beside a large one",
         ),
-        pytest.param(Tree(one=Block(), two=Block()), ["one", "two"], id="repeated attributes"),
+        pytest.param(Tree(one=Block(), two=Block(), three=Block()), ["one", "two", "three"], id="repeated attributes"),
         pytest.param(
             Tree(embedding=nn.Embedding(1000, 8), layers=blocks(2)),
             ["embedding", "layers.0", "layers.1"],
@@ -220,9 +220,7 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks(Tree(layers=blocks(2), head=nn.Linear(8, 1)), ["Blok", "ModuleList", nn.Conv2d, "Linear"])
     text = str(caught.value)
-    assert "no submodule of Tree with a forward is a Blok. Did you mean 'Block'?" in text
-    assert "with a forward is a ModuleList" in text
-    assert "with a forward is a Conv2d" in text
+    assert "no submodule of Tree with a forward is one of ['Blok', 'ModuleList', 'Conv2d']. The classes" in text
     assert "Block (2), Linear (5), Sequential (2), LayerNorm (2), GELU (2)" in text
 
 

@@ -33,13 +33,3 @@ def test_all_mistakes_in_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(compile={"mod": 1}, max_epochs=-3)
     assert all(word in str(caught.value) for word in ("'mod'", "max_epochs"))
-
-
-def test_a_missing_compiler_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with raises_recorded(ConfigError):
-        Trainer(accelerator="cpu", compile=True)
-    Trainer(accelerator="cpu", compile={"backend": "aot_eager"})
-    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
-    with raises_recorded(ConfigError):
-        Trainer(accelerator="cpu", compile="max-autotune")

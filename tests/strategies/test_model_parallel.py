@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -744,19 +744,6 @@ class PlannedAround(Small):
         return self.tail(super().forward(x))
 
 
-class CompiledPlanned(Planned):
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.blocks = nn.ModuleList(cast("nn.Module", torch.compile(block, backend="eager")) for block in blocks)
-
-
-class CompiledAround(Planned):
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.blocks = nn.Sequential(*blocks)
-        self.blocks.compile(backend="eager")
-
-
 class PlannedToTheEnds(Planned):
     """What goes into the first block, which is compiled, is a sum over processes."""
 
@@ -1088,7 +1075,6 @@ def refusal(
     options: dict[str, Any],
     length: int = 8,
     config: StepConfig = StepConfig(),  # noqa: B008
-    recomputes: bool = False,
     precision: str = "32-true",
 ) -> str:
     """Return the error of a first step, without a Trainer, which would end the other process too."""
@@ -1096,7 +1082,7 @@ def refusal(
     strategy, module = FSDPStrategy(**options), kind(block(), block())
     strategy.setup_environment("cpu", PRECISIONS[precision])
     try:
-        strategy.setup_module(module, for_training=True, activation_checkpointing=[block] if recomputes else None)
+        strategy.setup_module(module, for_training=True)
         (optimizer,) = strategy.setup_optimizers([module.configure_optimizers()], config)
     except ConfigError as error:
         return f"at the start: {error}"
@@ -1116,8 +1102,6 @@ def refuse_all() -> dict[str, str]:
     found = {name: refusal(kind, block, options) for name, (options, kind, block, _) in REFUSED.items()}
     found |= {name: refusal(Small, Attending, CP, length) for name, length in LENGTHS.items()}
     found["odd, with a plan"] = refusal(Sequences, Attending, TP, LENGTHS["odd"])
-    found["compiled by hand"] = refusal(CompiledPlanned, Attending, TP, recomputes=True)
-    found["compiled around blocks"] = refusal(CompiledAround, Attending, TP, recomputes=True)
     found["layers, not verified"] = refusal(Planned, Fused, {**TP, "verify": False})
     found["sequences, not verified"] = refusal(Small, Convolved, {**CP, "verify": False})
     as_one = StepConfig(compiles_module=True)
@@ -1170,14 +1154,6 @@ def test_the_verification_can_be_left_out(name: str, refusals: Any) -> None:
 def test_compiling_a_split_module_as_one_is_refused_at_the_start(refusals: Any) -> None:
     for of_rank in refusals:
         assert of_rank["compiled as one"].startswith("at the start: compile=True with a model that is split over")
-
-
-@pytest.mark.parametrize(("name", "place"), [("compiled by hand", "blocks.0"), ("compiled around blocks", "blocks")])
-def test_graphs_of_the_user_with_split_blocks_to_recompute_are_refused_at_the_start(
-    name: str, place: str, refusals: Any
-) -> None:
-    for of_rank in refusals:
-        assert of_rank[name].startswith(f"at the start: {place} is compiled by your code, and torch cannot recompute")
 
 
 def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> None:

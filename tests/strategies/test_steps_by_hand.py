@@ -65,7 +65,7 @@ REFUSED = {
     ("Clamped", "FSDP", "*"): "changed within a step, while gathered",
     ("Masked", "FSDP", "*"): "hooks on parameters (register_hook), which are replaced by shards: net.head.weight",
     ("MaskedLate", "FSDP", "*"): "register_hook on a parameter that is sharded has no effect",
-    ("LBFGSManual", "FSDP", "*"): "cannot compute with the shards",
+    ("LBFGSManual", "FSDP", "*"): "an optimizer that needs full parameters",
     ("LBFGS", "FSDP", "*"): "evaluates the loss several times a step",
     ("LBFGS", "DDP", "*"): "evaluates the loss several times a step",
     ("BackwardTwice", "DDP", "*"): "averages them over the processes once",

@@ -14,7 +14,7 @@ from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import IterableLoader
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 from trainer.seed import mix_seed
 
 
@@ -52,8 +52,7 @@ def make_batch_loader(
         split: False: each rank gets what the sampler of its own DataLoader gives.
 
     Raises:
-        ConfigError: the loader is empty or cannot be iterated, several loaders were given for an evaluation, or `limit`
-            cannot be applied to it.
+        ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
     """
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
     if training and (isinstance(loader, Mapping) or _is_several(loader)):
@@ -66,8 +65,7 @@ def make_batch_loader(
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
-    _refuse_several(loader, label)
-    _refuse_no_batches(loader, label)
+    _refuse_others(loader, label)
     if not is_plain(loader):
         cut = split and world_size > 1 and repeats_samples(loader)
         return IterableLoader(
@@ -109,33 +107,13 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
     return {"": loaders}
 
 
-def _refuse_several(loader: Any, label: str) -> None:
-    if loader is None:
-        raise ConfigError(f"{label} is None. Give a DataLoader, or any iterable of batches.")
-    if isinstance(loader, Mapping) or _is_several(loader):
+def _refuse_others(loader: Any, label: str) -> None:
+    """Raise ConfigError for what yields nothing."""
+    if not defines(loader, "__iter__", "__getitem__"):
         raise ConfigError(
-            f"{label} is a {type(loader).__name__} of {len(loader)} loaders; it must be one. "
-            "Join the datasets with torch.utils.data.ConcatDataset, or pass an iterable whose batches hold a part of "
-            "each, e.g. a class whose __iter__ returns zip(loader_a, loader_b)."
-        )
-
-
-def _refuse_no_batches(loader: Any, label: str) -> None:
-    if not defines(loader, "__iter__", "__getitem__") or isinstance(loader, type):
-        raise ConfigError(
-            f"{label} is {_described(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
+            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
             "object with __iter__ that yields batches."
         )
-    dataset = loader.dataset if is_plain(loader) else ()
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or isinstance(dataset, type):
-        raise ConfigError(
-            f"the dataset of {label} is {_described(dataset)}, which has no samples. Give DataLoader a list, a tensor, "
-            "or a Dataset with __len__ and __getitem__."
-        )
-
-
-def _described(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _is_several(loaders: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -19,8 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
-from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
+from trainer.data.fingerprints import sampler_fingerprints
 from trainer.data.loader import has_state, round_of
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
@@ -34,6 +35,35 @@ _CHUNK = 4096
 Batches = Iterator[tuple[list[Any], int, int, int | None]]
 """The indices of each batch; the position of its first sample in the epoch (of a user's batch sampler: the number of
 the batch); the samples of the epoch that it holds here (0: padding), and over all processes (None: unknown)."""
+
+
+class _KeptSampler:
+    """A sampler whose plain attributes, and own state, are in checkpoints if the run has changed them."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.first = sampler, plain_attributes(sampler)
+        self.start: dict[str, Any] = {}
+        """The attributes that had changed at the start of the epoch."""
+        self.own_start: Any = None
+        """The result of the sampler's own `state_dict` then; None without one."""
+
+    def changed(self) -> dict[str, Any]:
+        """Return the attributes that have changed since the run began."""
+        return changed_attributes(self.first, self.sampler)
+
+    def own(self) -> Any:
+        """Return the result of the sampler's own `state_dict`; None without one."""
+        return copy.deepcopy(self.sampler.state_dict()) if has_state(self.sampler) else None
+
+    def mark_start(self) -> None:
+        """Note the state at the start of an epoch."""
+        self.start, self.own_start = self.changed(), self.own()
+
+    def restore(self, changed: Mapping[str, Any], own: Any, in_place: bool = False) -> None:
+        """Put back what `changed` and `own` returned, and the first values of all other attributes."""
+        set_attributes(self.sampler, {**{name: value for name, (value,) in self.first.items()}, **changed}, in_place)
+        if own is not None and has_state(self.sampler):
+            self.sampler.load_state_dict(own)
 
 
 class DistributedBatchSampler:
@@ -100,7 +130,7 @@ class DistributedBatchSampler:
         """The epoch that `set_epoch` was told for the iteration that comes next."""
         self._read_sizes()
         self._seed_per_sample, self.seed_rank = seed_per_sample, rank
-        self._remember_samplers()
+        self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
         self._now: list[dict[str, Any]] = []
         """The attributes that samplers of torch get once the order of an epoch that goes on is drawn."""
         self._latest: deque[tuple[int, int, Any]] | None = None
@@ -114,7 +144,7 @@ class DistributedBatchSampler:
         if sampler is not self.sampler:  # loader.batch_sampler.sampler can be replaced
             self.sampler = sampler
             self._read_sizes()
-            self._remember_samplers()
+            self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
         if self.random_access is None or self._restored is not None or start == 0:
             self._restore_attributes(within_epoch=start > 0)
             if epoch is not None and self.random_access is None:
@@ -123,12 +153,6 @@ class DistributedBatchSampler:
                     self._seed(mix_seed(self.seed, self._told), generators)
                     self._set_epoch(self._told)
         self._read_sizes()
-
-    def _remember_samplers(self) -> None:
-        self._first = [plain_attributes(one) for one in self._kept_samplers()]
-        self._at_start: list[dict[str, Any]] = [{} for _ in self._first]
-        self._own_at_start: list[Any] = [None for _ in self._first]
-        """The results of the samplers' own `state_dict` at the start of the epoch; None without one."""
 
     def forget_sizes(self) -> None:
         """Go on inside an epoch with the sizes of now."""
@@ -212,7 +236,7 @@ class DistributedBatchSampler:
         for one_epoch, one_number, request in reversed(self._latest or ()):
             if (one_epoch, one_number) == (epoch, number):
                 many = request if self.automatic_batching else [request]
-                return [index.item() if isinstance(index, np.generic) else index for index in many]
+                return [*map(with_python_numbers, many)]
         return None
 
     def describe(self, dataset_length: int | None) -> str:
@@ -241,12 +265,6 @@ class DistributedBatchSampler:
             if name not in restored
         }
 
-    def globals(self) -> dict[str, str]:
-        """Return the plain globals that the methods of the user's samplers read."""
-        if self.random_access is not None:
-            return {}
-        return globals_fingerprints(function for sampler in _nested(self.sampler) for function in functions_of(sampler))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes with which the epoch in progress began, the attributes that the user's samplers have changed
         since the run began, and their own states.
@@ -258,11 +276,10 @@ class DistributedBatchSampler:
         sizes: dict[str, Any] = {"batch_size": self.batch_size, "first_batch_size": self._first_batch_size}
         if self.random_access is not None:
             sizes |= {"samples": self.random_access.length, "size": self.random_access.size}
-        samplers = self._kept_samplers()
-        now = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
-        state = sizes | ({"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {})
-        own = [_own_state(one) for one in samplers]
-        return {**state, "own_start": self._own_at_start, "own_now": own} if any(map(has_state, samplers)) else state
+        start, now = [one.start for one in self._kept], [one.changed() for one in self._kept]
+        state = sizes | ({"start": start, "now": now} if any(now) or any(start) else {})
+        own = {"own_start": [one.own_start for one in self._kept], "own_now": [one.own() for one in self._kept]}
+        return {**state, **(own if any(has_state(one.sampler) for one in self._kept) else {})}
 
     def _kept_samplers(self) -> list[Any]:
         """Return the samplers whose attributes decide the order: the user's, and torch's with indices or weights."""
@@ -278,36 +295,32 @@ class DistributedBatchSampler:
         self._restored = self._sizes = state or None
 
     def _restore_attributes(self, within_epoch: bool) -> None:
-        samplers, when = self._kept_samplers(), "start" if within_epoch else "now"
-        if self._restored is not None:
-            saved = self._restored.get(when) or [{}] * len(samplers)
-            self._now = self._restored.get("now", []) if within_epoch and self.random_access is not None else []
-            for sampler, first, values in zip(samplers, self._first, saved, strict=False):
-                # A run that goes back may have changed more than the state has.
-                values = {name: value for name, (value,) in first.items()} | values
-                set_attributes(sampler, values, in_place=self.random_access is not None)
-            for sampler, own in zip(samplers, self._restored.get(f"own_{when}", ()), strict=False):
-                if own is not None and has_state(sampler):
-                    sampler.load_state_dict(own)
-            self._restored = None
-        self._at_start = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
-        self._own_at_start = [_own_state(one) for one in samplers]
+        saved, self._restored = self._restored or {}, None
+        when = "start" if within_epoch else "now"
+        if saved:
+            nothing = [None] * len(self._kept)
+            states = saved.get(when) or nothing, saved.get(f"own_{when}") or nothing
+            for kept, changed, own in zip(self._kept, *states, strict=False):
+                kept.restore(changed or {}, own, in_place=self.random_access is not None)
+            self._now = saved.get("now", []) if within_epoch and self.random_access is not None else []
+        for kept in self._kept:
+            kept.mark_start()
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:
         """Iterate in the block; afterwards the user's samplers and their generators are as before."""
         samplers = [] if self.random_access is not None else _nested(self.sampler)
-        before = [(one, plain_attributes(one), _own_state(one)) for one in samplers]
-        marks = self._restored, self._told, self._at_start, self._own_at_start
-        with isolated_rng(generators=[generator for one in samplers for generator in own_generators(one)]):
+        before = [(kept, kept.own()) for kept in map(_KeptSampler, samplers)]
+        marks = self._restored, self._told, [(one, one.start, one.own_start) for one in self._kept]
+        with isolated_rng(generators=own_generators(*samplers)):
             try:
                 yield
             finally:
-                for sampler, values, own in before:
-                    set_attributes(sampler, {name: value for name, (value,) in values.items()})
-                    if own is not None:
-                        sampler.load_state_dict(own)
-                self._restored, self._told, self._at_start, self._own_at_start = marks
+                for kept, own in before:
+                    kept.restore({}, own)
+                self._restored, self._told, starts = marks
+                for kept, start, own in starts:
+                    kept.start, kept.own_start = start, own
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
@@ -500,7 +513,3 @@ def _nested(sampler: Any) -> list[Any]:
     """Return the sampler, and the one inside it if it is a batch sampler around another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
-
-
-def _own_state(sampler: Any) -> Any:
-    return copy.deepcopy(sampler.state_dict()) if has_state(sampler) else None

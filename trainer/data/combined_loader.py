@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, Literal
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.loader import Batch, BatchLoader, FactsForRanks
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import unknown_name_error
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -35,7 +35,9 @@ class CombinedLoader:
         if mode not in MODES:
             raise unknown_name_error("mode of CombinedLoader", mode, MODES)
         self.iterables, self.mode = iterables, mode
-        self.flattened, self.structure = _flatten(iterables)
+        self.flattened, self.structure = tree_flatten(
+            iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple))
+        )
         self.limits: list[int | float] | None = None
 
     @property
@@ -61,15 +63,6 @@ class CombinedLoader:
         parts = together([loader.__iter__ for loader in self.flattened], self.mode)
         for batch_idx, batches in enumerate(parts):
             yield tree_unflatten(batches, self.structure), batch_idx, 0
-
-
-def _flatten(iterables: Any) -> tuple[list[Any], TreeSpec]:
-    try:
-        return tree_flatten(iterables, is_leaf=lambda one: not isinstance(one, (dict, list, tuple)))
-    except RecursionError:
-        raise ConfigError(
-            "the loaders are nested without end: give one loader, or a list, tuple or dict of loaders."
-        ) from None
 
 
 def combined_length(lengths: Sequence[int], mode: str) -> int:
@@ -132,21 +125,19 @@ class CombinedBatches(BatchLoader):
 
     def _set_sizes(self) -> None:
         lengths = [part.length for part in self.parts]
-        known = [length for length in lengths if length is not None]
-        largest = [part.max_length for part in self.parts if part.max_length is not None]
-        self._set_lengths(
-            combined_length(known, self.mode) if len(known) == len(lengths) else None,
-            combined_length(largest, self.mode) if len(largest) == len(lengths) else None,
-        )
+        self._set_lengths(self._combined(lengths), self._combined([part.max_length for part in self.parts]))
         self.batch_size = self.parts[0].batch_size
         self._lengths = [before if now is None else now for before, now in zip(self._lengths, lengths, strict=True)]
+
+    def _combined(self, lengths: Sequence[int | None]) -> int | None:
+        """Return the number of batches of loaders of these lengths; None: one of them is not known."""
+        return None if None in lengths else combined_length(lengths, self.mode)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
         if start == 0:
             self._lengths = [part.length for part in self.parts]
-        places, lengths = self._places(start), [length for length in self._lengths if length is not None]
-        is_over = len(lengths) == len(self.parts) and combined_length(lengths, self.mode) <= start
-        if start and (is_over or (self.limit is not None and self.limit <= start)):
+        places, ends = self._places(start), (self._combined(self._lengths), self.limit)
+        if start and any(end is not None and end <= start for end in ends):
             for part, (done, position) in zip(self.parts, places, strict=True):
                 part.pass_by(epoch, position, done)
             return
@@ -201,14 +192,14 @@ class CombinedBatches(BatchLoader):
 
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
-        names = dict.fromkeys(name for one in each for name in one)
+        names = dict.fromkeys(chain.from_iterable(each))
         return {name: "; ".join(one.get(name, "") for one in each) for name in names} | {
             "loader": f"combined, {self.mode}"
         }
 
     def numbers(self) -> dict[str, dict[str, str]]:
         each = [part.numbers() for part in self.parts]
-        names = dict.fromkeys(name for one in each for name in one)
+        names = dict.fromkeys(chain.from_iterable(each))
         return {name: _numbered([one.get(name, {}) for one in each]) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +215,7 @@ class CombinedBatches(BatchLoader):
             part.load_state_dict(one)
 
     def streams(self) -> list[Any]:
-        return [one for part in self.parts for one in part.streams()]
+        return [*chain.from_iterable(part.streams() for part in self.parts)]
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:

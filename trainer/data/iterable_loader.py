@@ -165,16 +165,11 @@ class IterableLoader(BatchLoader):
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         length = _length(self._loader)
-        if epoch is not None and length is not None:
-            # It may follow from the epoch, and from the state with which that begins or goes on.
+        if epoch is not None and length is not None:  # which may follow from the epoch
             with isolated_rng(generators=_generators(self._loader)):
-                state = self._state_before(start)
-                if state is not None and start == 0:
-                    self._load(state)
                 self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
-                self._told = epoch if state is None or start > 0 else None
-                if state is not None and start > 0:
-                    self._load(state)
+            # Before an epoch the state of the last one may be restored, which has to be told again.
+            self._told = epoch if start > 0 or self._state_before(start) is None else None
             length = _length(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)
@@ -261,6 +256,22 @@ class IterableLoader(BatchLoader):
         if start == 0 and not self._reshuffles and self.stateful and self._first is None:
             with isolated_rng():
                 self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
+        begun = self._begun(epoch, start, again)
+        if begun is None:
+            self._refuse_nothing()
+            return
+        self._used = True
+        if self.stateful:
+            cuts = self._length is None or self.limit is None or self._length > self.limit
+            sure = 0 if self._promised is None or self._slack else self._promised - start
+            begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
+        given = itertools.count(start)
+        batches = map(self._received, islice(begun, rest), given)
+        yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
+        self._report_short_epoch(next(given))
+
+    def _begun(self, epoch: int, start: int, again: int) -> Iterator[Any] | None:
+        """Return the loader's batches from number `start` on; None if it has none."""
         restored, self._restored, self._batches = self._restored, None, None
         seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
         with isolated_rng():
@@ -271,19 +282,7 @@ class IterableLoader(BatchLoader):
             before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
             for _ in islice(opened, start + before if restored is None else 0):
                 pass
-            begun = opened if start > 0 else self._with_first(opened, seed)
-        if begun is None:
-            self._refuse_nothing()
-            return
-        self._used = True
-        given = itertools.count(start)
-        if self.stateful:
-            cuts = self._length is None or self.limit is None or self._length > self.limit
-            sure = 0 if self._promised is None or self._slack else self._promised - start
-            begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
-        batches = map(self._received, islice(begun, rest), given)
-        yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
-        self._report_short_epoch(next(given))
+            return opened if start > 0 else self._with_first(opened, seed)
 
     def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
         """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
@@ -394,13 +393,11 @@ class IterableLoader(BatchLoader):
         return self._share.of(self._begin(), passed)
 
     def _refuse_nothing(self) -> None:
-        if self.one_shot and self._used:
+        if self._training or self._single_process or (self.one_shot and self._used):
             raise ConfigError(
-                f"{self.label} is used up: {self._kind()} can be iterated only once, and this is its second time. "
-                "Pass something that can be iterated again, e.g. a list or a DataLoader."
+                f"{self.label} has no batch: {self._kind()} yielded nothing. What can be iterated only once, such as a "
+                "generator, is used up by then: pass something that can be iterated again, e.g. a list or a DataLoader."
             )
-        if self._training or self._single_process:
-            raise ConfigError(f"{self.label} has no batch: {self._kind()} yielded nothing.")
 
     def _kind(self) -> str:
         dataset = f" over {type(self._loader.dataset).__name__}" if isinstance(self._loader, DataLoader) else ""
@@ -436,15 +433,11 @@ def _why_not_exact(loader: Any, stateful: bool) -> str | None:
             "has no state_dict and load_state_dict by which its place is known (torchdata's StatefulDataLoader has "
             "them), so a resumed run reads the batches already used again and skips them"
         )
-    if _shuffles_in_a_buffer(dataset):
+    if _shuffles_in_a_buffer(dataset) or _generators(loader):
         return (
-            "shuffles in a buffer, whose samples are not in its state. Use a plain DataLoader without workers, which "
-            "reads the batches already used again and skips them; or shuffle a map-style dataset"
-        )
-    if _generators(loader):
-        return (
-            "has a sampler with a random generator, which is not in the loader's state. Give the sampler state_dict "
-            "and load_state_dict, or use a plain DataLoader"
+            "has a buffer of shuffled samples, or a sampler with a random generator, which is not in its state. Give "
+            "the sampler state_dict and load_state_dict; or use a plain DataLoader without workers, which reads the "
+            "batches already used again and skips them"
         )
     if getattr(loader, "num_workers", 0) > 0:
         return (
@@ -497,7 +490,7 @@ def _generators(loader: Any) -> list[OwnGenerator]:
         for sampler in samplers
         if not hasattr(sampler, "state_dict") and not type(sampler).__module__.startswith("torchdata.")
     ]
-    return [one for sampler in without_state for one in own_generators(sampler)]
+    return own_generators(*without_state)
 
 
 def _popped(items: list[Any]) -> Iterator[Any]:
@@ -510,8 +503,6 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-    except Exception as error:
-        raise ConfigError(f"len() of the loader, a {type(loader).__name__}, raised {type(error).__name__}.") from error
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from trainer.data.packed_dataset import is_sequence
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -31,11 +31,11 @@ class LengthGroupedSampler(Sampler[int]):
     """
 
     def __init__(self, lengths: Sequence[Any], batch_size: int, group_batches: int = 50) -> None:
-        for name, value in (("batch_size", batch_size), ("group_batches", group_batches)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"LengthGroupedSampler({name}={value!r}): give a number from 1.")
-        if not is_sequence(lengths) or len(lengths) == 0:
-            raise ConfigError("LengthGroupedSampler: give a length for each sample, or a map-style dataset.")
+        if min(batch_size, group_batches) < 1 or not is_sequence(lengths) or len(lengths) == 0:
+            raise ConfigError(
+                f"LengthGroupedSampler: give a length for each sample, or a map-style dataset, and numbers from 1: got "
+                f"batch_size={batch_size!r} and group_batches={group_batches!r}."
+            )
         self.lengths = torch.tensor([_length(lengths[number]) for number in range(len(lengths))])
         self.batch_size, self.group_batches = batch_size, group_batches
 
@@ -54,10 +54,6 @@ class LengthGroupedSampler(Sampler[int]):
 
 def _length(sample: Any) -> int:
     tokens: Any = sample.get("input_ids") if isinstance(sample, Mapping) else sample
-    try:
-        return len(tokens) if hasattr(tokens, "__len__") and getattr(tokens, "ndim", True) else int(tokens)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"LengthGroupedSampler: a {type(tokens).__name__} ({shown(tokens)}) has no length: give the lengths as a "
-            "list of numbers."
-        ) from error
+    if hasattr(tokens, "__len__") and getattr(tokens, "ndim", True):
+        return len(tokens)
+    return int(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -38,7 +38,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         lengths: the lengths of the documents, if they are known; else all documents are read once.
 
     Raises:
-        ConfigError: an argument is wrong; or there are no documents, or one of them is no sequence of tokens.
+        ConfigError: an argument is wrong.
     """
 
     def __init__(
@@ -48,19 +48,13 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         pad_token_id: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        if not isinstance(length, int) or length < 2:
-            raise ConfigError(f"PackedDataset(length={length!r}): give the number of tokens in a row, at least 2.")
-        if not is_sequence(documents):
+        if length < 2 or not is_sequence(documents) or (lengths is not None and len(lengths) != len(documents)):
             raise ConfigError(
-                f"PackedDataset packs a sequence of documents by their lengths, and got a {type(documents).__name__}: "
-                "give a list of token lists, or a map-style dataset."
+                f"PackedDataset packs a sequence of documents, each with its length if lengths are given, into rows of "
+                f"at least 2 tokens: it got a {type(documents).__name__} and length={length!r}."
             )
-        if lengths is not None and len(lengths) != len(documents):
-            raise ConfigError(f"PackedDataset: lengths has {len(lengths)} entries for {len(documents)} documents.")
         self.documents, self.length, self.pad_token_id = documents, length, pad_token_id
         found = [len(_tokens(document)) for document in documents] if lengths is None else [int(n) for n in lengths]
-        if not any(found):
-            raise ConfigError("PackedDataset: there are no tokens: give documents that are not empty.")
         self.rows = _pack(found, length)
         """The pieces of each row: document, first token, number of tokens."""
 
@@ -73,9 +67,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         documents: list[int] = []
         for number, (document, start, count) in enumerate(self.rows[index]):
             piece = list(_tokens(self.documents[document])[start : start + count])
-            if len(piece) != count:
-                raise ConfigError(f"PackedDataset: document {document} is shorter than its entry in lengths.")
-            tokens += [_number(token, document) for token in piece]
+            tokens += map(operator.index, piece)
             positions += range(count)
             documents += [number] * count
         padding = self.length - len(tokens)
@@ -105,32 +97,8 @@ def is_sequence(value: Any) -> bool:
 
 
 def _tokens(document: Any) -> Any:
-    """Return the tokens of a document.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    tokens = document.get("input_ids") if isinstance(document, Mapping) else document
-    if not is_sequence(tokens):
-        raise ConfigError(
-            f"PackedDataset: a document is a {type(document).__name__}: give a sequence of token numbers, or a dict "
-            'with "input_ids" (tokenize texts before).'
-        )
-    return tokens
-
-
-def _number(token: Any, document: int) -> int:
-    """Return a token as an integer.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        return operator.index(token)
-    except TypeError:
-        raise ConfigError(
-            f"PackedDataset: document {document} has the token {shown(token)}: give integers (tokenize texts before)."
-        ) from None
+    """Return the tokens of a document."""
+    return document["input_ids"] if isinstance(document, Mapping) else document
 
 
 def _pack(lengths: Iterable[int], length: int) -> list[list[tuple[int, int, int]]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping
-from functools import partial, partialmethod
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,23 +14,12 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
-from trainer.model.reachable import (
-    WRAPPERS,
-    OwnGenerator,
-    attributes,
-    functions_of,
-    is_filled,
-    is_generator,
-    used_globals,
-)
+from trainer.model.reachable import OwnGenerator, attributes, inside_of, is_generator, walk
 
-_MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_COMMON = frozenset({dict, OrderedDict, list, tuple, set})
+_MAX_DEPTH, _MAX_NUMBERS = 5, 100_000
 _OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
 _NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
-_LOOKED_INTO = (*_CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
 _HOLDERS = {"argparse", "collections", "types"}
 """Packages with namespaces, and with objects around a dict or a list."""
 _LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
@@ -48,9 +35,9 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         depth: levels of objects in objects that are looked through.
         of_data: also those of datasets.
     """
-    seen, opaque = _global_generators(), tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = _generators_in(dict(enumerate(owners)), depth, seen, opaque)
-    return [OwnGenerator(one) for _, one in found]
+    opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
+    found = walk(dict(enumerate(owners)), depth, _global_generators(), opaque)
+    return [OwnGenerator(one) for _, one in found if is_generator(one)]
 
 
 def named_generators(
@@ -64,29 +51,29 @@ def named_generators(
         contents: is given what is inside each object that is looked into, by its id.
     """
     seen = {} if contents is None else contents
-    seen |= _global_generators() | {id(owner): _inside(owner) for owner in owners.values()}
-    found = {
-        name: dict(_generators_in(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES))
-        for name, owner in owners.items()
-    }
-    return {name: of_one for name, of_one in found.items() if of_one}
+    seen |= _global_generators() | {id(owner): inside_of(owner) for owner in owners.values()}
+    found = {}
+    for name, owner in owners.items():
+        inside = walk(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
+        if generators := {way: one for way, one in inside if is_generator(one)}:
+            found[name] = generators
+    return found
 
 
-def place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
+def _place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
     """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
     *way, last = path.split(".")
     for part in way:
-        owner = next((one for name, one in _inside(owner).items() if str(name) == part), None)
+        owner = {str(name): one for name, one in inside_of(owner).items()}.get(part)
+    entries = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
     # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
-    takes_none = last.isdecimal() or isinstance(owner, FunctionType)
-    places = () if takes_none else (owner, getattr(owner, "__dict__", None))
-    return owner, next((one for one in places if isinstance(one, dict)), {}), last
+    return owner, {} if last.isdecimal() or isinstance(owner, FunctionType) else entries, last
 
 
 def put_generator(owner: Any, path: str, generator: Any) -> None:
     """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
-    holder, entries, last = place_of(owner, path)
-    if _inside(holder).get(last) is None:
+    holder, entries, last = _place_of(owner, path)
+    if inside_of(holder).get(last) is None:
         entries[last] = generator
 
 
@@ -95,7 +82,7 @@ def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> 
 
     An object that was not there then keeps it.
     """
-    holder, entries, last = place_of(owner, path)
+    holder, entries, last = _place_of(owner, path)
     before = contents.get(id(holder), {last: entries.get(last)})
     if last in before:
         entries[last] = before[last]
@@ -106,66 +93,6 @@ def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> 
 def _global_generators() -> dict[int, dict[Any, Any]]:
     known = torch.default_generator, getattr(np.random.mtrand, "_rand", None), getattr(random, "_inst", None)
     return {id(one): {} for one in known}
-
-
-def _generators_in(
-    values: dict[Any, Any],
-    depth: int,
-    seen: dict[int, dict[Any, Any]],
-    opaque: tuple[type, ...],
-    libraries: Collection[str] = (),
-) -> list[tuple[str, Any]]:
-    """Return the random generators inside named values, each once, with the way to them.
-
-    Args:
-        depth: levels of objects in objects that are looked through.
-        seen: objects that are left out, by their id; is given what is inside each object that is looked into.
-    """
-    found: list[tuple[str, Any]] = []
-    waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
-    while waiting:
-        value, way, levels = waiting.pop()
-        kind = type(value)
-        # Most attributes of modules are scalars or empty.
-        if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
-            continue
-        seen[id(value)] = {}
-        is_holder = isinstance(value, _LOOKED_INTO)
-        if not is_holder and is_generator(value):
-            found.append((way, value))
-        elif is_holder or kind.__module__.partition(".")[0] not in libraries:
-            seen[id(value)] = inside = _inside(value)
-            for name, one in reversed(inside.items()) if levels else ():
-                waiting.append((one, f"{way}.{name}", levels - 1))
-    return found
-
-
-def _inside(value: Any) -> dict[Any, Any]:
-    """Return what is inside a value by its name, or its number."""
-    container: Any = next(filter(partial(isinstance, value), _CONTAINERS), None)
-    if container is not None:
-        # By its own methods: a subclass may do anything in them.
-        several = container.__len__(value) <= _MAX_ITEMS
-        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
-        # A key may be anything: an optimizer's are parameters.
-        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
-    if isinstance(value, CellType):
-        return {"": value.cell_contents} if is_filled(value) else {}
-    if isinstance(value, FunctionType):
-        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
-        enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
-        return used | enclosed | dict(enumerate(value.__defaults__ or ()))
-    if isinstance(value, MethodType):
-        return {"": value.__func__, "self": value.__self__}
-    if isinstance(value, (partial, partialmethod)):
-        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if isinstance(value, WRAPPERS):
-        return dict(enumerate(functions_of(value)))
-    found = attributes(value)
-    for kind in type(value).__mro__:
-        if not kind.__module__.startswith(("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc")):
-            found = {**vars(kind), **found}
-    return found
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:

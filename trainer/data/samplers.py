@@ -154,11 +154,6 @@ def _weighted_without_replacement(weights: NDArray[np.float64], length: int, see
     """Draw the indices with the least exponential times, at a rate of their weight (Efraimidis and Spirakis,
     "Weighted random sampling with a reservoir", IPL 2006; torch.multinomial does the same)."""
     possible = np.flatnonzero(weights)
-    if length > possible.size:
-        raise ConfigError(
-            f"the WeightedRandomSampler shall draw {length} samples without replacement, but only {possible.size} "
-            "weights are above 0. Lower num_samples, or set replacement=True."
-        )
     times = -np.log1p(-uniform_floats(possible, seed, epoch)) / weights[possible]
     indices = possible[np.argsort(times, kind="stable")[:length]]
     return lambda positions: _listed(indices[positions])

@@ -85,7 +85,12 @@ class SeededDataset(Dataset[Batch]):
                 return Batch(data, samples, samples if self._alone else request.total)
             if samples != request.samples and not self._warned:
                 self._warned = True
-                log.warning(*_uncounted(samples, request.samples))
+                log.warning(
+                    "collate_fn gave a batch of %s samples for %d indices (None: not known). Gradients and means go by "
+                    "the indices, unless the module's num_items(batch) returns the number",
+                    samples,
+                    request.samples,
+                )
         return Batch(data, request.samples, request.total)
 
     def _batch_of_one_index(self, data: Any, request: SeededIndices) -> Batch:
@@ -144,18 +149,22 @@ def samples_left(data: Any, fetched: Any, asked: int) -> int | None:
     if not sizes or (asked in sizes and min(sizes) == asked):
         return asked
     rows = [shape for shape in _shapes(data) if shape]
-    if isinstance(fetched, (list, tuple)):
-        present = [{*_shapes(sample)} for sample in fetched if sample is not None]
-        # Where samples differ in length, a row of the length of one may be others that are joined.
-        in_all, there = set.intersection(*present) if present else set(), len(present)
-    else:  # `__getitems__` has made a batch
-        in_all, there = {shape[1:] for shape in _shapes(fetched)}, asked
+    in_all, there = _shapes_in_all(fetched, asked)
     alike = {shape[0] for shape in rows if shape[1:] in in_all and shape[0]}
     if len(alike) == 1 and (left := min(alike)) < asked:
         return left
     if any(size % asked == 0 for size in alike) or any(asked in shape[:2] for shape in rows):
         return asked
     return there if there < asked and there in sizes else None
+
+
+def _shapes_in_all(fetched: Any, asked: int) -> tuple[set[tuple[int, ...]], int]:
+    """Return the shapes of tensors that all samples have, and the number of samples."""
+    if not isinstance(fetched, (list, tuple)):  # `__getitems__` has made a batch
+        return {shape[1:] for shape in _shapes(fetched)}, asked
+    present = [{*_shapes(sample)} for sample in fetched if sample is not None]
+    # Where samples differ in length, a row of the length of one may be others that are joined.
+    return set.intersection(*present) if present else set(), len(present)
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
@@ -168,18 +177,6 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
     map_leaves(batch, add)
     return shapes
-
-
-def _uncounted(samples: int | None, asked: int) -> tuple[Any, ...]:
-    unless = "unless the module's num_items(batch) returns the number"
-    if samples is not None:
-        several = "on several processes gradients and means of the training go by the indices"
-        return f"collate_fn gave a batch of %d samples for %d indices, and {several}, {unless}", samples, asked
-    found = "collate_fn gave a batch in which the %d samples that it got are not found"
-    return (
-        f"{found}: whether some are left out is not known, so gradients and means go by their number, {unless}",
-        asked,
-    )
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:

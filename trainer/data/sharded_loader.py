@@ -186,7 +186,7 @@ class ShardedDataLoader(BatchLoader):
     def numbers(self) -> dict[str, dict[str, str]]:
         contents = {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
         return {
-            "sampler": {**self.sampler.numbers(), **self.sampler.globals()},
+            "sampler": self.sampler.numbers(),
             "dataset": self._dataset_facts(),
             "contents": contents,
             "collate_fn": {"": describe_function(self._collate)},
@@ -226,23 +226,16 @@ def _batch_size(sampler: DistributedBatchSampler) -> int | None:
 
 
 def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> None:
-    """Raise `ConfigError` if it is known to have no batch, naming what is empty."""
+    """Raise `ConfigError` if it is known to have no batch."""
     if sampler.num_global_batches != 0:
         return
-    samples, size, world = sampler.samples, sampler.batch_size, sampler.world_size
-    if samples:
-        needed = size * world if sampler.training else size
-        processes = f" x {world} processes" if world > 1 and sampler.training else ""
-        raise ConfigError(
-            f"{label} has no batch: drop_last=True drops all {samples} samples, fewer than one batch of "
-            f"{needed} (batch_size {size}{processes}). Use a smaller batch_size or drop_last=False."
-        )
     dataset: Any = loader.dataset
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        empty = f"its dataset {type(dataset).__name__} has length 0. Check the path, split or filter it comes from."
-    else:
-        empty = f"its sampler {type(sampler.sampler).__name__} has length 0. Check what it selects."
-    raise ConfigError(f"{label} has no batch: {empty}")
+    size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
+    raise ConfigError(
+        f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
+        f"{sampler.samples or 0} samples, and with drop_last={sampler.drop_last} a batch needs {size} of them. Check "
+        "where the data come from, or use a smaller batch_size."
+    )
 
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:

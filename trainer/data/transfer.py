@@ -36,29 +36,33 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[An
     """
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if type(batch) is list and (is_leaf is None or is_leaf is moves_itself or not is_leaf(batch)):
-        return [map_leaves(item, function, is_leaf) for item in batch]
+    inner = partial(map_leaves, function=function, is_leaf=is_leaf)
+    if type(batch) is list and is_leaf in (None, moves_itself):
+        return [*map(inner, batch)]
     if isinstance(batch, PackedSequence):
         # `batch_sizes` has to stay on the CPU.
-        places = ("data", "sorted_indices", "unsorted_indices")
-        return batch._replace(**{name: map_leaves(getattr(batch, name), function, is_leaf) for name in places})
+        parts = {"data": batch.data, "sorted_indices": batch.sorted_indices, "unsorted_indices": batch.unsorted_indices}
+        return batch._replace(**inner(parts))
     if is_leaf is not None and is_leaf(batch):
         return function(batch)
     if isinstance(batch, tuple):
-        items = [map_leaves(item, function, is_leaf) for item in batch]
+        items = map(inner, batch)
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if issubclass(type(batch), (list, deque, UserList)):
-        return _like(batch, dict(enumerate(map_leaves(item, function, is_leaf) for item in batch)))
+        return _like(batch, dict(enumerate(map(inner, batch))))
     if isinstance(batch, Mapping):
-        return _like(batch, {key: map_leaves(value, function, is_leaf) for key, value in batch.items()})
+        return _like(batch, {key: inner(value) for key, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         same = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            if hasattr(batch, field.name):
-                mapped = map_leaves(getattr(batch, field.name), function, is_leaf)
-                object.__setattr__(same, field.name, mapped)  # also of a frozen one
+        for name in [field.name for field in dataclasses.fields(batch) if hasattr(batch, field.name)]:
+            object.__setattr__(same, name, inner(getattr(batch, name)))  # also of a frozen one
         return same
     return function(batch)
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of `batch` with the function applied to every tensor, in any nesting; see `map_leaves`."""
+    return map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def moves_itself(batch: Any) -> bool:

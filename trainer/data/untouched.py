@@ -46,13 +46,13 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)
         return
-    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a closure shares
+    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a function shares
         yield copied
 
 
 def _without_a_copy(loader: Any, is_new: bool, error: Exception, cleanup: ExitStack) -> Any:
     if is_plain(loader):
-        generators = [one for part in (loader, loader.sampler, loader.batch_sampler) for one in own_generators(part)]
+        generators = own_generators(loader, loader.sampler, loader.batch_sampler)
         cleanup.enter_context(isolated_rng(generators=generators))
         other = copy.copy(loader)
         other._iterator = None  # of workers that stay with the original

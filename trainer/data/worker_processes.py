@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import gc
 import multiprocessing
@@ -158,38 +157,16 @@ _CONTEXTS: dict[str, BaseContext] = {
 }
 
 
-class _UsersContext:
-    """A context of a class of the user's own, for workers that end with this process: its `Process` is replaced."""
-
-    def __init__(self, given: BaseContext) -> None:
-        self._process: Callable[..., BaseProcess] = given.Process  # type: ignore[attr-defined]
-        self._by_server = given.get_start_method() == "forkserver"
-
-    def __call__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
-        return self._process(target=partial(_begin, _Start(self._by_server), target), args=args)
-
-
 def _then_leave_signals(install: Callable[[], None]) -> None:
     install()
     leave_signals_to_parent()
 
 
-def _begin(start: _Start, target: Callable[..., None], *args: Any) -> None:
-    start.begin()
-    target(*args)
-
-
 def _worker_context(given: BaseContext | None) -> BaseContext:
-    """Return a context for a DataLoader whose workers end with this process, in place of the one that it was given."""
+    """Return a context for a DataLoader whose workers end with this process; a user's own kind of context stays."""
     standard = multiprocessing.get_context() if given is None else given
-    known = type(multiprocessing.get_context(standard.get_start_method()))
-    if type(standard) is known:
-        return _CONTEXTS[standard.get_start_method()]
-    if standard in _CONTEXTS.values() or isinstance(vars(standard).get("Process"), _UsersContext):
-        return standard
-    changed = copy.copy(standard)
-    changed.Process = _UsersContext(standard)  # type: ignore[attr-defined]
-    return changed
+    method = standard.get_start_method()
+    return _CONTEXTS[method] if type(standard) is type(multiprocessing.get_context(method)) else standard
 
 
 # Module state, because the class DataLoader belongs to the process.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring, shown
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
 from trainer.module import TrainModule
-from trainer.seed import share_random_numbers
-from trainer.state.held_generators import parts_of, report_lacking, set_states_with, states_with
+from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import KIND as HOOK_CHANGES
 from trainer.state.waiting_gradients import give_gradients, gradients_of
 from trainer.strategy import has_gradients, synchronize_buffers
@@ -67,7 +67,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
         )
     positions = engine.loaders.positions
     own = {
-        "rng": states_with(parts.owners(), strategy.device, saves=True),
+        "rng": Generators(parts.owners, strategy).state(saves=True),
         "loader": [one.state_dict() for one in positions],
     }
     per_rank = gather_states(own, strategy.processes)
@@ -143,13 +143,14 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramSt
         check_torch_states(one["state"], f"{path}, 'loader'")
     engine.loaders.load_state_dict(states, exact=rank is not None)
     engine.go_on_from(int(checkpoint["engine"]["steps"]))
+    generators = Generators(parts.owners, strategy)
     if rank is None:
         log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
+        generators.share()
     else:
         check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
-        lacking = set_states_with(parts.owners(), checkpoint["rng"][rank], strategy.device)
-        report_lacking(lacking if engine.is_global_zero else [])
-    share_random_numbers(strategy.processes, strategy.device)
+        generators.resume(checkpoint["rng"][rank], None)
+        generators.restore()
 
 
 class ProgramState:
@@ -160,8 +161,6 @@ class ProgramState:
     """
 
     def __init__(self, state: Mapping[str, Any], engine: Any) -> None:
-        if not isinstance(state, Mapping):
-            raise ConfigError(f'the state is {shown(state)}: give a dict such as {{"model": model, "step": 3}}.')
         self.state, self.engine = state, engine
         self.models: dict[str, EngineModule] = {}
         self.optimizers: dict[str, EngineOptimizer] = {}
@@ -170,7 +169,7 @@ class ProgramState:
         self.nonfinite: list[str] = []
         """The names of what `tensors` has found not to be finite; the same on all processes."""
         for key, value in state.items():
-            if not isinstance(key, str) or not key or key.endswith("."):
+            if not isinstance(key, str) or key.endswith("."):
                 raise ConfigError(f"the state has the key {key!r}: give texts that end with no dot.")
             self._sort(key, value)
 
@@ -202,9 +201,6 @@ class ProgramState:
 
     def tensors(self) -> dict[str, Any]:
         """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
-        models = [one.model for one in self.optimizers.values()]
-        if any(all(model is not known for known in self.models.values()) for model in models):
-            raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
         weights: dict[str, Any] = {}
         states: dict[str, Any] = {}
         gradients: dict[str, Any] = {}
@@ -248,19 +244,11 @@ class ProgramState:
             "stateful": self.stateful,
             "values": self.values,
         }
-        missing = [
-            key
-            for kind, wanted in kinds.items()
-            for key in wanted
-            if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
-        ]
-        if missing and strict:
-            known = [key for kind in kinds for key in saved[kind]]
-            hint = did_you_mean(missing[0], known)
-            raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+        if strict:
+            self._require(kinds, saved, left_out, path)
         for key, model in self.models.items():
             if key in saved["models"]:
-                self._restore_model(model, checkpoint["model"], saved["models"][key], strict, path)
+                self._restore_model(model, checkpoint["model"], saved["models"][key], strict)
         for key, optimizer in self.optimizers.items():
             if key in saved["optimizers"]:
                 self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
@@ -273,6 +261,21 @@ class ProgramState:
             self.state.update({key: values[key] for key in self.values if key in values})
         return {key: value for key, value in values.items() if key not in self.values}
 
+    def _require(
+        self, kinds: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Any], left_out: list[str], path: str
+    ) -> None:
+        """Raise CheckpointError for names of the state that the checkpoint lacks."""
+        missing = [
+            key
+            for kind, wanted in kinds.items()
+            for key in wanted
+            if key not in saved[kind] and f"engine[{kind!r}][{key!r}]" not in left_out
+        ]
+        if missing:
+            known = [*chain.from_iterable(saved[kind] for kind in kinds)]
+            hint = did_you_mean(missing[0], known)
+            raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+
     def _names_for_trainer(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return what an Engine's checkpoint says of its parts, for a Trainer's: it has one model."""
         names, number = list(self.optimizers), len(checkpoint["optimizers"])
@@ -283,19 +286,8 @@ class ProgramState:
             )
         return {"models": dict.fromkeys(self.models, ""), "optimizers": names, "stateful": {}, "values": {}}
 
-    def _restore_model(
-        self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool, path: str
-    ) -> None:
+    def _restore_model(self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool) -> None:
         own = {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        known = set(model.module.state_dict())
-        inner = {name.partition(".")[0] for name in weights}
-        if not known & {name.removeprefix(MODEL) for name in own} and len(inner) == 1 and known:
-            (attribute,) = inner
-            if f"{attribute}.{next(iter(known))}" in weights:
-                raise CheckpointError(
-                    f"all names in {path} begin with {attribute!r}: it is of a module whose attribute {attribute} is "
-                    "this one. Set up that module, such as the TrainModule itself."
-                )
         with restoring("the weights"):
             model._strategy.load_module_state(own, strict)
 

@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.all_gather import gather_nested, gather_uneven, map_sorted
 from trainer.engine.checkpoint import load, save, without_prefix
 from trainer.engine.loader import Loaders
-from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, require, take_parameters
-from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems, shown
+from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, take_parameters
+from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems
 from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
 from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
@@ -247,12 +247,6 @@ class Engine(Answers):
         done = (EngineModule, EngineOptimizer)
         if any(isinstance(one, done) for one in (module, *optimizers)) or any(m.module is module for m in self._models):
             raise ConfigError("engine.setup: this module or optimizer is set up already; use what setup returned.")
-        for given, kind in ((module, nn.Module), *((one, Optimizer) for one in optimizers)):
-            if not isinstance(given, kind):
-                raise ConfigError(
-                    f"engine.setup takes a torch.nn.Module, then its optimizers, and got {shown(given)}. A scheduler "
-                    "is not set up: step it in the loop. A loader goes to engine.setup_dataloaders."
-                )
 
     def setup_dataloaders(self, *dataloaders: Any, training: bool = True, use_distributed_sampler: bool = True) -> Any:
         """Return the loaders, each giving this process its part of the batches, on its device, from an exact position.
@@ -265,8 +259,6 @@ class Engine(Answers):
             ConfigError: a loader cannot be used, or the processes' loaders differ.
         """
         self._require_entered("setup_dataloaders")
-        if not dataloaders:
-            raise ConfigError("engine.setup_dataloaders: give one or more loaders.")
         site = _site(sys._getframe(1), self._block)
         made = [
             self.loaders.set_up(one, training, use_distributed_sampler, f"{number} {site}")
@@ -296,19 +288,22 @@ class Engine(Answers):
             model: with several models, the one whose output the loss is. Default: the one that was called last.
 
         Raises:
-            ConfigError: nothing is set up, or there is no gradient.
+            ConfigError: nothing is set up or was called, or there is no gradient.
         """
         chosen = model if model is not None else self._last
-        if chosen is None or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
-            raise self._cannot_go_back(tensor)
+        if chosen is None or not tensor.requires_grad:
+            raise ConfigError(
+                "engine.backward: give a loss with a gradient, which is not detached (.detach(), .item(), "
+                "torch.no_grad), of a model that engine.setup(model, optimizer) returned: call that one, and "
+                "not the module that was given to setup. For another method than forward: "
+                "model.mark_forward_method('name'), and then model.name(...)."
+            )
         strategy = chosen._strategy
         if strategy.scaler is not None:
             for optimizer in self._optimizers:
                 strategy.scale_gradients(optimizer.optimizer)
         self._backwards += 1
         self._calls += not chosen._accumulates
-        if tensor.dim() and not args and not kwargs:
-            raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
         held = {one: marks_of_gradients(one.module.parameters()) for one in self._models if one._held}
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
@@ -320,30 +315,12 @@ class Engine(Answers):
         for optimizer in self._optimizers:
             optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
 
-    def _cannot_go_back(self, tensor: Any) -> ConfigError:
-        if not self._optimizers:
-            return ConfigError(
-                "engine.backward: no model with an optimizer is set up. Before the loop: model, optimizer = "
-                "engine.setup(model, optimizer)."
-            )
-        if self._last is None:
-            return ConfigError(
-                "engine.backward: the model that engine.setup returned has not been called. Call that one, and not "
-                "the module that was given to setup. For another method than forward: "
-                "model.mark_forward_method('name'), and then model.name(...)."
-            )
-        return ConfigError(
-            f"engine.backward got a loss without a gradient, {shown(tensor)}: it was detached (.detach(), .item(), "
-            "torch.no_grad), or no parameter that requires a gradient took part in it."
-        )
-
     @contextmanager
     def no_backward_sync(self, module: EngineModule, enabled: bool = True) -> Iterator[None]:
         """Do not reduce gradients over processes in the block, because more forwards and backwards of the step follow.
 
         `enabled=False` for the last micro-batch of a step, whose backward reduces all of them.
         """
-        require(module, EngineModule, "no_backward_sync")
         if module._accumulates is not None:
             raise ConfigError("engine.no_backward_sync: these blocks cannot be nested; open one for each micro-batch.")
         module._accumulates = enabled
@@ -356,7 +333,7 @@ class Engine(Answers):
     def clip_gradients(
         self,
         module: EngineModule,
-        optimizer: Optimizer,
+        optimizer: EngineOptimizer,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -373,16 +350,13 @@ class Engine(Answers):
         Returns:
             The norm before, on the device; None by value, and under DeepSpeed, which clips in the step.
         """
-        require(module, EngineModule, "clip_gradients")
-        mine = require(optimizer, EngineOptimizer, "clip_gradients")
         value = max_norm if clip_val is None else clip_val
         if value is None or (clip_val is not None and max_norm is not None) or norm_type != 2:
             raise ConfigError("engine.clip_gradients: give either clip_val= or max_norm=, and norm_type=2.0.")
-        strategy = mine.model._strategy
-        strategy.unscale(mine.optimizer)
-        norm: torch.Tensor | None = strategy.clip_gradients(
-            mine.optimizer, value, "norm" if clip_val is None else "value"
-        )
+        strategy = optimizer.model._strategy
+        strategy.unscale(optimizer.optimizer)
+        algorithm = "norm" if clip_val is None else "value"
+        norm: torch.Tensor | None = strategy.clip_gradients(optimizer.optimizer, value, algorithm)
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: the loss is too large, or not finite.")
         return norm
@@ -555,10 +529,7 @@ class Engine(Answers):
         processes = self.strategy.processes
         processes.wait_for_all(f"engine.broadcast(src={src})")
         received = processes.broadcast_object(obj) if src == 0 else processes.all_gather_object(obj)[src]
-        return obj if self.global_rank == src else map_leaves(received, self._on_device)
-
-    def _on_device(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+        return obj if self.global_rank == src else map_tensors(received, lambda tensor: tensor.to(self.device))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -630,7 +601,6 @@ class Engine(Answers):
 
         Returned on process 0, or with `everywhere` on all; the others return an empty dict.
         """
-        require(module, EngineModule, "full_state_dict")
         self.strategy.processes.wait_for_all("engine.full_state_dict")
         return without_prefix(full_state_dict(module._strategy, everywhere), "")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.data.transfer import map_leaves
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 from trainer.guards.nonfinite import StateMonitor
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
@@ -22,7 +22,6 @@ from trainer.strategy import Strategy, inherits, keeps_step
 
 MODEL = "model."
 """Begins the names of parameters as a strategy knows them."""
-SetUp = TypeVar("SetUp", "EngineModule", "EngineOptimizer")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -135,10 +134,7 @@ class EngineModule(nn.Module):
         `training_step` and the other steps are marked already.
         """
         name = method if isinstance(method, str) else method.__name__
-        original = getattr(self.module, name, None)
-        if not callable(original):
-            raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
-        vars(self)[name] = wraps(original)(lambda *args, **kwargs: self._call(name, args, kwargs))
+        vars(self)[name] = wraps(getattr(self.module, name))(lambda *args, **kwargs: self._call(name, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -279,11 +275,3 @@ def take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Map
                 "parameters: make a new optimizer, or restore its state by engine.load."
             )
         group["params"] = [current[names[parameter]] for parameter in group["params"]]
-
-
-def require(given: Any, kind: type[SetUp], call: str) -> SetUp:
-    """Return what a call was given, if it is a model, or an optimizer, that `Engine.setup` has returned."""
-    if not isinstance(given, kind):
-        what = "model" if kind is EngineModule else "optimizer"
-        raise ConfigError(f"engine.{call} takes the {what} that engine.setup returned, and got {shown(given)}.")
-    return given

@@ -6,13 +6,12 @@ import logging
 import sys
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, first_of, install_command
+from trainer.errors import ConfigError, first_of
 from trainer.float8 import MX_BLOCK, ROWS
 
 log = logging.getLogger("trainer")
@@ -29,13 +28,12 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     stay as they are.
 
     Raises:
-        ConfigError: no layer can, or torchao does not work with this torch.
+        ConfigError: no layer can.
     """
-    _check_torchao(name)
     multiple = MX_BLOCK if recipe == "mx" else ROWS
     linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
-    plain = [path for path, child in linear.items() if type(child) is nn.Linear]
-    fits = [path for path in plain if not (linear[path].in_features % multiple or linear[path].out_features % multiple)]
+    whole = [path for path, one in linear.items() if one.in_features % multiple == one.out_features % multiple == 0]
+    fits = [path for path in whole if type(linear[path]) is nn.Linear]
     if not fits:
         raise ConfigError(
             f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {multiple}, "
@@ -46,28 +44,14 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
         _convert_to_mx([linear[path] for path in fits], native)
     else:
         _convert_to_float8(module, fits, recipe, native)
-    reasons = {
-        f"because sizes are not multiples of {multiple}": [path for path in plain if path not in fits],
-        "because a subclass of nn.Linear may compute something else": [path for path in linear if path not in plain],
-    }
-    log.info(
-        "%s: %d linear layers compute in 8 bits%s%s",
-        name,
-        len(fits),
-        "".join(f"; not, {why}: {first_of(others)}" for why, others in reasons.items() if others),
-        "" if native else "; emulated on this machine: the same rounding, but not faster",
-    )
-
-
-def _check_torchao(name: str) -> None:
-    """Raise ConfigError if torchao cannot be imported, as 0.18 with torch 2.9."""
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"precision={name!r}: torchao {version('torchao')} does not work with torch {torch.__version__} ({error}): "
-            "update torch (2.13 is tested), or use 'bf16-mixed'."
-        ) from error
+    how = "" if native else ", emulated on this machine: with the same rounding, but not faster"
+    log.info("%s: %d linear layers compute in 8 bits%s", name, len(fits), how)
+    if others := [path for path in linear if path not in fits]:
+        log.info(
+            "not in 8 bits, because sizes are not multiples of %d, or a subclass may compute something else: %s",
+            multiple,
+            first_of(others),
+        )
 
 
 def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: bool) -> None:
@@ -85,21 +69,14 @@ def _convert_to_float8(module: nn.Module, fits: list[str], recipe: str, native: 
 
 
 def _convert_to_mx(layers: list[nn.Module], native: bool) -> None:
-    try:
-        from torchao.prototype.moe_training import mxfp8_linear
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    from torchao.prototype.moe_training import mxfp8_linear
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-        from trainer.float8.layers import MXLinear
+    from trainer.float8.layers import MXLinear
 
-        scaled_mm = mxfp8_linear._to_mxfp8_then_scaled_mm
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"precision='mxfp8' needs the torchao that has it: {install_command('torchao')}; or use 'fp8-rowwise'. "
-            f"{error}"
-        ) from error
     product = partial(
-        scaled_mm,
+        mxfp8_linear._to_mxfp8_then_scaled_mm,
         kernel_preference=KernelPreference.AUTO if native else KernelPreference.EMULATED,
         scale_calculation_mode=ScaleCalculationMode.RCEIL,
     )

@@ -17,6 +17,7 @@ from trainer.errors import TrainerError
 from trainer.guards.gradient_norms import GradientNorms
 from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.reductions import to_host
+from trainer.model.weights import saved_buffers
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -71,12 +72,7 @@ class KeptBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (owner, name)
-            for owner in module.modules()
-            for name in owner._buffers
-            if name not in owner._non_persistent_buffers_set
-        ]
+        self._places = [(owner, name) for _, owner, name in saved_buffers(module)]
         self._kept: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
         """The buffer in each place, its version, and a copy of its values."""
 
@@ -202,12 +198,10 @@ class BadSteps:
     def _describe(self, norms: list[float], losses: list[float], window: list[Batch]) -> BadStep | None:
         """Return the bad step; None with loss scaling for gradients that only overflow. Collective."""
         progress, processes = self._progress, self._strategy.processes
-        limit = self._limit
-        reason = next((_words(loss, limit) for loss in losses if not loss <= limit or not math.isfinite(loss)), None)
         loader = self._loaders.train
         assert loader is not None
         samples = [loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
-        everywhere = processes.gather_reports((reason, samples))
+        everywhere = processes.gather_reports((self._reason(losses), samples))
         found = [f"{words} on reader {reader}" for reader, (words, _) in enumerate(everywhere) if words]
         if not found and self._strategy.scaler is not None:
             return None
@@ -220,18 +214,18 @@ class BadSteps:
             [None if None in of_one else of_one for _, of_one in everywhere],
         )
 
-
-def _words(loss: float, limit: float) -> str:
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    return f"the loss is {loss:.6g}, and those of the last steps allow {limit:.6g}"
+    def _reason(self, losses: list[float]) -> str:
+        """Return what is wrong with the first bad one of this reader's losses; empty without one."""
+        bad = [loss for loss in losses if not loss <= self._limit or not math.isfinite(loss)]
+        return f"the loss is {bad[0]:.6g} (limit {self._limit:.6g})" if bad else ""
 
 
 def explain(bad: BadStep) -> str:
     """Return a bad step in words."""
-    first = f"batch {bad.batch}" if bad.batches == 1 else f"batches {bad.batch} to {bad.batch + bad.batches - 1}"
-    samples = "" if bad.samples[0] is None else f", samples {str(bad.samples)[:300]}"
-    return f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, {first}{samples})"
+    return (
+        f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, batches {bad.batch} to "
+        f"{bad.batch + bad.batches - 1}, samples {str(bad.samples)[:300]})"
+    )
 
 
 class BadStepError(TrainerError):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.optimizers import parameters_of
 from trainer.strategy import UNSCALED_BACKWARD, marks_of_gradients
 
 
@@ -21,8 +20,7 @@ class RefusingDirectBackward:
 
     def __init__(self, call_step: Callable[..., Any], optimizers: list[Optimizer]) -> None:
         self._call_step = call_step
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-        self._parameters: list[torch.Tensor] = list(chain.from_iterable(group["params"] for group in groups))
+        self._parameters = parameters_of(optimizers)
 
     def __call__(self, step: str, *args: Any) -> Any:
         if step != "training_step":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from trainer.errors import ConfigError, first_of
 from trainer.metrics.metric_log import MetricLog
 from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
+from trainer.optimizers import parameters_of
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -104,11 +106,10 @@ class NonFiniteMonitor:
         wrong = {name: value for name, value in values.items() if not math.isfinite(value) and name not in reported}
         if not wrong:
             return
-        name, value = next(iter(wrong.items()))
+        value = next(iter(wrong.values()))
         self.found.append(NonFinite("evaluation", progress.step, processes.rank, value, tuple(wrong)))
         if processes.is_global_zero:
-            others = f", as well as {first_of([*wrong][1:])}" if len(wrong) > 1 else ""
-            log.warning("%s is %s in the validation after step %d%s", name, value, progress.step, others)
+            log.warning("not finite in the validation after step %d: %s", progress.step, first_of([*wrong]))
 
     def look_at_averages(self, averages: Callable[[], Mapping[str, Any]]) -> None:
         """Check averages of the weights, which a function returns by name, with each state to be saved."""
@@ -147,7 +148,7 @@ class NonFiniteMonitor:
     def _check_gradients(self, optimizers: list[Optimizer]) -> None:
         """Warn if no parameter of the optimizers has a gradient."""
         module = self._module
-        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        trained = parameters_of(optimizers)
         inside = {id(parameter) for parameter in module.parameters()}
         # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none; a process may hold none.
         known = all(id(p) in inside for p in trained) and not all(isinstance(p, AbsentParameter) for p in trained)
@@ -211,7 +212,7 @@ class StateMonitor:
         self._known |= tensors.keys()
         own = [name for name in wrong if number_of_nans(tensors[name]) > left_out.get(name, -1)]
         names = self._strategy.processes.all_gather_object(own[:_MOST_NAMES])
-        return list(dict.fromkeys(name for of_one in names for name in of_one))
+        return list(dict.fromkeys(chain.from_iterable(names)))
 
     def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, by name, that this process writes into a checkpoint."""

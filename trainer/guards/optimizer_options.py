@@ -66,9 +66,8 @@ class OptionsCheck:
 
     def _facts(self) -> Iterator[tuple[str, object]]:
         for number, optimizer in enumerate(self._optimizers):
-            name = type(optimizer).__name__ + (f" number {number + 1}" if len(self._optimizers) > 1 else "")
             for position, group in enumerate(optimizer.param_groups):
-                owner = f"{name}, group {position}" if len(optimizer.param_groups) > 1 else name
+                owner = f"{type(optimizer).__name__} number {number + 1}, group {position}"
                 for option, value in group.items():
                     if _is_plain(value):
                         yield f"{owner}, {option}", value

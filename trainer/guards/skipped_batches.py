@@ -94,17 +94,13 @@ class SkippedBatches:
                 f"{name} returned None; what is needed is the loss, a tensor with one element and a gradient. Did you "
                 "forget 'return loss'? To optimize by hand, set automatic_optimization = False."
             )
-        if self._closure_needed or (strategy.shards_state and (several or window > 1)):
+        sharded = strategy.shards_state and (several or window > 1)
+        if self._closure_needed or sharded or (several and not self.may_skip):
             raise ConfigError(
-                f"{name} returned None, and a batch cannot be skipped with an optimizer that needs a closure, nor with "
-                f"strategy {strategy.name!r} on several processes or with accumulation. Leave the batch out of the "
-                "data, return a loss of zero (the model's loss * 0), or use strategy='ddp'."
-            )
-        if several and not self.may_skip:
-            raise ConfigError(
-                f"{name} returned None, but there is no 'return None' in its own code, by which the processes know "
-                "that they have to agree on skipping a batch: write 'if loss is None: return None' in training_step "
-                "itself."
+                f"{name} returned None, and a batch cannot be skipped with an optimizer that needs a closure, with "
+                f"strategy {strategy.name!r} on several processes or with accumulation, nor where training_step itself "
+                "has no 'return None', by which the processes know that they have to agree. Leave the batch out of "
+                "the data, return a loss of zero (the model's loss * 0), or use strategy='ddp'."
             )
         if not self._reported:
             log.warning("%s returned None at step %d: the batch is skipped", name, self._progress.step + 1)

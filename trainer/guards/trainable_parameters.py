@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import traceback
-from itertools import chain
 
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
+from trainer.optimizers import parameters_of
 from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
@@ -141,8 +141,7 @@ class NewParameters:
 
 def optimized_parameters(optimizers: list[Optimizer]) -> set[int]:
     """Return the identities of the parameters in the optimizers."""
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    return set(map(id, chain.from_iterable(groups)))
+    return set(map(id, parameters_of(optimizers)))
 
 
 def describe_untrained(tables: ParameterTables, optimized: set[int]) -> str:

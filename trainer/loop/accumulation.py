@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.data.loader import NO_ITEMS, Batch, Divisor
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
 from trainer.model.reachable import nodes_behind
@@ -73,36 +73,23 @@ def outputs_for_hooks(outputs: Any) -> Any:
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.data}
     if isinstance(outputs, Mapping):
-        return {name: map_leaves(value, _detached) for name, value in outputs.items()}
+        return {name: map_tensors(value, torch.Tensor.detach) for name, value in outputs.items()}
     if outputs is None:
         return {}
     return outputs
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _loss_problem(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
-    if isinstance(loss, Mapping):
-        return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
-    if not isinstance(loss, torch.Tensor):
-        given = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        return (
-            f"{given}; what is needed is the loss, a tensor with one element and a gradient. Leave out .item() or "
-            "float(), which cut the gradient off. To optimize by hand, set automatic_optimization = False."
-        )
-    if loss.numel() != 1:
-        return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
-    if not loss.requires_grad:
-        return (
-            "a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no parameter that "
-            "requires a gradient took part in it. Compute it from the module's outputs."
-        )
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, torch.Tensor):
+        is_finite = bool(torch.isfinite(loss).all())
+        given += f" of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}, finite={is_finite}"
     return (
-        f"the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; gradient_clip_val or a "
-        "lower lr often help."
+        f"{given}; what is needed is the loss, as a tensor or as the entry 'loss' of a dict: one finite element with a "
+        "gradient. Reduce it (loss.mean()), and compute it from the module's outputs without .item(), float(), "
+        ".detach() and torch.no_grad. If it is not finite, a lower lr or gradient_clip_val often helps. To optimize by "
+        "hand, set automatic_optimization = False."
     )
 
 

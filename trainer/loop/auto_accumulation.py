@@ -124,16 +124,8 @@ def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
 
 def _copy_sharing_weights(module: TrainModule) -> TrainModule:
     """Return a copy of the module that shares the memory of its weights, so that a trial changes nothing of it."""
-    try:
-        shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-        copied = deepcopy_with_functions(module, shared)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"accumulate_grad_batches='auto' tries a batch with a copy of the module, and cannot copy it ({error}): "
-            "build in `setup` or `configure_model` what cannot be copied, or give a number."
-        ) from error
+    shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+    copied = deepcopy_with_functions(module, shared)
     copied.attach(module.trainer)
     return copied
 

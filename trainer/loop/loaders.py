@@ -32,17 +32,13 @@ def refuse_data(loaders: Any, stage: str) -> None:
     Raises:
         ConfigError: `loaders` is or contains one; the message says how to make a loader.
     """
-    if isinstance(loaders, (torch.Tensor, str, Path)):
-        raise ConfigError(
-            f"{stage}() got a {type(loaders).__name__} instead of a loader. Give a DataLoader, for example "
-            "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
-        )
     several = [*loaders.values()] if isinstance(loaders, Mapping) else loaders
     for loader in [loaders, *several] if isinstance(several, (list, tuple)) else [loaders]:
-        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+        if is_dataset or (loader is loaders and isinstance(loader, (torch.Tensor, str, Path))):
             raise ConfigError(
-                f"{stage}() got the dataset {type(loader).__name__} instead of a loader. Give it batches: "
-                "DataLoader(dataset, batch_size=32)."
+                f"{stage}() got a {type(loader).__name__} instead of a loader. Give it batches: DataLoader(dataset, "
+                "batch_size=32), for example with TensorDataset(inputs, targets)."
             )
 
 

@@ -15,7 +15,7 @@ from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
 from trainer.loop.accumulation import checked_loss, divided, outputs_for_hooks
 from trainer.loop.run import Run
-from trainer.optimizers import copy_gradients, needs_closure
+from trainer.optimizers import copy_gradients, needs_closure, parameters_of
 from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
 log = logging.getLogger("trainer")
@@ -122,9 +122,8 @@ class ManualOptimization:
         strategy, optimizers = self.run.strategy, self.run.optimizers
         handles: list[Any] = []
         if strategy.scaler is not None or strategy.processes.world_size > 1:
-            groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-            watched = {id(p): p for parameters in groups for p in parameters if p.requires_grad}
-            handles += [p.register_post_accumulate_grad_hook(self._refuse_backward) for p in watched.values()]
+            watched = {p for p in parameters_of(optimizers) if p.requires_grad}
+            handles += [p.register_post_accumulate_grad_hook(self._refuse_backward) for p in watched]
         if strategy.scaler is not None or strategy.shards_state:
             handles += [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in optimizers]
         try:

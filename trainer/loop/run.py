@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -195,8 +196,6 @@ class Run:
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
-    _processing_files: dict[str, str] | None = None
-    """The files of a tokenizer or processor for checkpoints, read at the first one."""
     hook_changes: HookChanges
     """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
     evaluated: tuple[int, int] | None = None
@@ -716,13 +715,10 @@ class Run:
         with self.clock.saving(), self.phase(CHECKPOINT), self.times.during(SAVING):
             yield
 
+    @cached_property
     def processing_files(self) -> dict[str, str]:
-        """Return the files of a tokenizer or processor of the module or data module; see `processing_files`."""
-        if self._processing_files is None:
-            self._processing_files = processing_files(
-                [one for one in (self.module, self.datamodule) if one is not None]
-            )
-        return self._processing_files
+        """The files of a tokenizer or processor of the module or data module; see `processing_files`."""
+        return processing_files([one for one in (self.module, self.datamodule) if one is not None])
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""

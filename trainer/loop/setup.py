@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import OneCycleLR
 
 from trainer.arguments import kept_path
 from trainer.checkpoint.disk import replace_notes
@@ -150,7 +148,6 @@ def start_run(
             run.note_beginning(cleanup)
             restore_training(run, checkpoint)
             if stage == "fit":
-                report_short_schedules(run)
                 find_fitting_batches(run)
             report_restored(run, checkpoint, allow_changes)
             run.watch_numbers()
@@ -348,25 +345,6 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     check_loaders(run)
     split_batches(run)
     record_data(run)
-
-
-def report_short_schedules(run: Run) -> None:
-    """Report each OneCycleLR that the run outlasts: torch refuses a step beyond those that it was made for."""
-    if not run.module.automatic_optimization or run.module.overrides("lr_scheduler_step"):
-        return
-    for config in run.scheduler_configs:
-        if not isinstance(config.scheduler, OneCycleLR):
-            continue
-        planned = run.estimated_stepping_batches if config.interval == "step" else run.clock.last_epoch
-        if config.scheduler.total_steps < planned // config.frequency < math.inf:
-            log.warning(
-                "the OneCycleLR has %d steps, and the run takes %d of it: torch refuses the next one. Set total_steps="
-                "self.trainer.estimated_stepping_batches, and interval to 'step'; a resumed run has the checkpoint's "
-                "schedule, a longer one starts from the weights alone: %s.",
-                config.scheduler.total_steps,
-                planned // config.frequency,
-                run.session.argument("weights", "PATH"),
-            )
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:

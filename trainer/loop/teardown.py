@@ -21,7 +21,6 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
 from trainer.loop.run import Run
-from trainer.model.parameter_access import copy_advice, stepping_optimizer
 from trainer.runs.run_directory import note_end
 from trainer.runs.terminal import print_text
 
@@ -62,10 +61,7 @@ def _resume_advice(run: Run) -> str:
     if _has_saved(run):
         last = run.session.argument("ckpt_path", "last")
         return f"To go on, start it again with {last}; it writes into {run.session.run_dir}."
-    if run.resumed_from is not None:
-        return f"The trainer has saved nothing since {run.resumed_from}: to go on from there, start it again as now."
-    why = "there was no step" if run.progress.step == 0 else "no ModelCheckpoint has written one"
-    return f"There is no checkpoint ({why}): started again, it begins anew."
+    return "This run has written no checkpoint: started again as now, it begins where this one has begun."
 
 
 def require_saved(run: Run) -> None:
@@ -122,70 +118,29 @@ def _explain(run: Run, error: BaseException) -> TrainerError | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (
         run.guards.explain(error)
-        or _explain_full_parameters(run, error, frames)
         or _explain_shards(run, error, frames)
         or explain_torch_error(error)
         or _explain_restored_state(run, error, frames)
     )
 
 
-_OF_FULL_PARAMETERS = {
-    "torch.nn.utils.prune": ("apply", "apply_mask", "remove", "global_unstructured"),
-    "torch.nn.utils.parametrize": ("register_parametrization", "remove_parametrizations"),
-    "torch.nn.utils.parametrizations": ("weight_norm", "spectral_norm", "orthogonal"),
-}
-"""Functions of torch that compute with a full parameter and replace it, by their modules."""
-
-
-def _explain_full_parameters(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
-    """Return a ConfigError for an error of pruning and the like with parameters that the strategy has sharded."""
-    for frame in frames if run.strategy.collective_forward else ():
-        where, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if function in _OF_FULL_PARAMETERS.get(where, ()):
-            return ConfigError(
-                f"{where}.{function} needs full parameters, and strategy {run.strategy.name!r} shards them. Call it "
-                f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {_first_line(error)}"
-            )
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-_OF_COPIES = ("FSDP does not support deepcopy", "cannot pickle 'torch._C._distributed_c10d.ProcessGroup'")
-"""Words in errors of copies of a module that FSDP, or DeepSpeed, has sharded."""
-_OF_SHARDS = ("DTensor", "invalid python storage")
-"""Words in torch's errors about sharded tensors."""
+_WITH_SHARDS = ("torch.distributed.tensor", "torch.nn.utils.prune", "torch.nn.utils.parametriz")
+"""Beginnings of the modules of torch whose errors are about sharded parameters."""
+_OF_SHARDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy", "_distributed_c10d.ProcessGroup")
+"""Words in other such errors; the last two are of copies."""
 
 
 def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
-    if not run.strategy.shards_state:
+    of_torch = any(frame.f_globals.get("__name__", "").startswith(_WITH_SHARDS) for frame in frames)
+    if not run.strategy.shards_state or not (of_torch or any(words in str(error) for words in _OF_SHARDS)):
         return None
-    if any(words in str(error) for words in _OF_COPIES):
-        return ConfigError(copy_advice(run.strategy.name))
-    in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames)
-    if not in_torch and not any(words in str(error) for words in _OF_SHARDS):
-        return None
-    if (optimizer := stepping_optimizer(reversed(frames))) is not None:
-        return ConfigError(
-            f"{type(optimizer).__name__}.step() cannot compute with the shards of parameters that strategy "
-            f"{run.strategy.name!r} keeps (DTensor). Use another optimizer, such as torch.optim.AdamW, or strategy "
-            f"'ddp'.\ntorch said: {_first_line(error)}"
-        )
-    advice = (
-        "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)."
-    )
-    if any(frame.f_code.co_name in ("call_step", "backward") for frame in frames):  # of a loss that a step has made
-        advice = (
-            "Within a step call the layer, instead of using its parameter; what is to be done outside of the loss goes "
-            "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`. "
-            f"{INSTEAD_OF_PENALTIES}"
-        )
     return ConfigError(
         f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
-        f"parameters. {advice}\ntorch said: {_first_line(error)}"
+        "parameters. In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to "
+        f"change it); within a step call the layer, instead of using its parameter. {INSTEAD_OF_PENALTIES} Pruning and "
+        "copy.deepcopy come before fit or in configure_model, and an optimizer that needs full parameters needs "
+        f"strategy 'ddp'.\ntorch said: {(str(error) or type(error).__name__).splitlines()[0]}"
     )
 
 

@@ -26,7 +26,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.loader import BatchLoader
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
@@ -108,7 +108,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "hyperparameters": run.hyperparameters(),
         "hugging_face": hugging_face_models(run.module),
         "adapters": adapters(run.module, tensors["model"]),
-        "processing": run.processing_files(),
+        "processing": run.processing_files,
         "config": session.config_text,
         "seed": session.seed,
         "run_dir": name_of_run_dir(session.run_dir, run.settings),
@@ -127,7 +127,7 @@ def gather_states(own: dict[str, Any], processes: SingleProcess) -> list[dict[st
     """Return what each process has for its part of a checkpoint. Collective."""
     if processes.world_size > 1:
         # Here, so that the copies of other processes are on the CPU as well as its own.
-        own = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
+        own = map_tensors(own, torch.Tensor.cpu)
     return processes.all_gather_object(own)
 
 
@@ -458,19 +458,13 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
     if not training or run.settings.fast_dev_run or not run.strategy.processes.is_global_zero:
         return
-    if states.ambiguous:
+    if unused or states.ambiguous:
         log.warning(
-            "the checkpoint has the states of %s, and several callbacks of this run could be meant: those begin anew. "
-            "To continue them, give the same callbacks with the same arguments; or give each of your own a `state_key` "
-            "of its own.",
-            printable(", ".join(states.ambiguous)),
-        )
-    if unused:
-        log.warning(
-            "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
-            "checkpoints lack it. To continue it, give the same callbacks and data module. The checkpoints that a "
-            "callback has written stay, and are not deleted.",
-            printable(", ".join(unused)),
+            "the checkpoint has the state of %s, which this run does not have, or has several times: that state is not "
+            "used, and later checkpoints lack it. To continue it, give the same callbacks, with the same arguments or "
+            "each with a `state_key`, and the same data module. The checkpoints that a callback has written stay, and "
+            "are not deleted.",
+            printable(", ".join([*states.ambiguous, *unused])),
         )
 
 

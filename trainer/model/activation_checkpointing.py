@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.model.blocks import BlockPolicy, class_of, find_blocks, is_compiled, without_caches
+from trainer.model.blocks import BlockPolicy, find_blocks, without_caches
 from trainer.model.reachable import Held
 
 
@@ -34,19 +34,14 @@ def enable_activation_checkpointing(
         The blocks by name.
 
     Raises:
-        ConfigError: the policy matches nothing, or `around_graphs` and a graph of the user's own has a block in it.
-            Raised later, in a backward, if an argument of a block, or a large buffer, was changed in place.
+        ConfigError: the policy matches nothing. Raised later, in a backward, if an argument of a block, or a large
+            buffer, was changed in place.
     """
-    try:
-        blocks = find_blocks(module, policy)
-    except ConfigError as error:
-        raise ConfigError(f"activation_checkpointing: {error}") from error.__cause__
+    blocks = find_blocks(module, policy)
     if not blocks:
         raise ConfigError(
             f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
         )
-    if around_graphs:
-        _refuse_compiled(module, blocks)
     for block in blocks.values():
         if not isinstance(vars(block).get("forward"), _Recomputed):
             block.forward = _Recomputed(block, around_graphs or _has_tensors(block))
@@ -59,34 +54,14 @@ def _has_tensors(block: nn.Module) -> bool:
     return any(isinstance(value, torch.Tensor) for value in values)
 
 
-def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError for modules that the user has compiled with checkpointed blocks in them."""
-    chosen = set(map(id, blocks.values()))
-    for name, child in module.named_modules():
-        if is_compiled(child) and any(id(part) in chosen for part in child.modules()):
-            raise ConfigError(
-                f"{name or type(module).__name__} is compiled by your code, and torch cannot recompute activations "
-                "within a graph that has split layers: leave the compilation to Trainer(compile={'blocks': 'auto'}), "
-                "which recomputes around the graphs, or leave out activation_checkpointing."
-            )
-
-
 def compile_block(block: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
     """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone.
 
     Returns:
         The module, and blocks in it that are compiled by themselves.
-
-    Raises:
-        ConfigError: the options ask for one graph, in which there would be such blocks.
     """
     forwards = {child: vars(child).get("forward") for child in block.modules()}
     apart = {child: one for child, one in forwards.items() if isinstance(one, _Recomputed) and one.around_graphs}
-    if apart.keys() - {block} and options.get("fullgraph"):
-        raise ConfigError(
-            f"compile fullgraph=True with activation_checkpointing: {class_of(next(iter(apart))).__name__} has buffers "
-            "and is recomputed around its graph. Add 'blocks': 'auto' for graphs of its own, or leave fullgraph out."
-        )
     for child, forward in apart.items():
         forward.compiled = torch.compile(forward.run, **options)
         child._compiled_call_impl = child._call_impl  # by which all see that it is compiled

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from trainer.arguments import PositiveInt
-from trainer.errors import ConfigError, did_you_mean, first_of
+from trainer.errors import ConfigError, first_of
 
 BlockPolicy = str | type | PositiveInt | Collection[str | type] | Callable[[str, nn.Module], bool]
 """The choice of blocks: `"auto"`, class names or classes, a least number of parameters, or a function of a
@@ -31,10 +31,10 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
 
     - `"auto"`: the `_no_split_modules` of Hugging Face models, and elsewhere the members of one class of the outermost
       `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say; members with children before plain layers),
-      and three or more attributes of one class; without any of these, two attributes of one class. Classes with less
-      than a tenth of the largest class's parameters are left out. If these blocks hold less than half of the
-      parameters, the large submodules of the rest are blocks too. Blocks do not overlap, and submodules that share a
-      parameter with the rest of the module are left out. May be empty.
+      and three or more attributes of one class. Classes with less than a tenth of the largest class's parameters are
+      left out. If these blocks hold less than half of the parameters, the large submodules of the rest are blocks too.
+      Blocks do not overlap, and submodules that share a parameter with the rest of the module are left out. May be
+      empty.
     - class names (`"Block"`, `"package.Block"`) or classes (subclasses count), one or a collection: all submodules of
       these classes. Each class has to match something.
     - an int: submodules with at least this many parameters outside of the blocks within them.
@@ -45,18 +45,16 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     """
     if policy == "auto":
         return _auto(module)
+    if isinstance(policy, (str, type)):
+        policy = [policy]
+    if isinstance(policy, Collection):
+        return _by_class(module, policy)
     if isinstance(policy, int):
         found = dict(_large(module, policy))
-        problem = f"no submodule of {type(module).__name__} has {policy:,} parameters or more"
-    elif isinstance(policy, (str, type)):
-        return _by_class(module, [policy])
-    elif isinstance(policy, Collection):
-        return _by_class(module, policy)
     else:
         found = {name: child for name, child in _submodules(module) if policy(name, child)}
-        problem = "the function that chooses the blocks returned False for every submodule with a forward"
     if not found:
-        raise ConfigError(f"{problem}. {_list_classes(module)}")
+        raise ConfigError(f"no submodule of {type(module).__name__} fits {policy!r}. {_list_classes(module)}")
     return found
 
 
@@ -81,10 +79,13 @@ def without_caches(arguments: Any) -> Any:
     A block adds its keys to the cache, so that a second forward, on the same or other tokens, would attend to both.
     """
     transformers = sys.modules.get("transformers")
-    kinds = () if transformers is None else transformers.Cache
+
+    def kept(value: Any) -> Any:
+        return None if transformers is not None and isinstance(value, transformers.Cache) else value
+
     if isinstance(arguments, dict):
-        return {name: None if isinstance(value, kinds) else value for name, value in arguments.items()}
-    return tuple(None if isinstance(value, kinds) else value for value in arguments)
+        return {name: kept(value) for name, value in arguments.items()}
+    return tuple(map(kept, arguments))
 
 
 def describe_blocks(blocks: dict[str, nn.Module]) -> str:
@@ -156,12 +157,8 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
     unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
     if unmatched or not kinds:
         names = [kind.__name__ if isinstance(kind, type) else kind for kind in unmatched]
-        known = {class_of(child).__name__ for _, child in children}
-        problems = [
-            f"no submodule of {type(module).__name__} with a forward is a {name}.{did_you_mean(name, known)}"
-            for name in names
-        ]
-        raise ConfigError(" ".join([*problems, _list_classes(module)]))
+        known = _list_classes(module)
+        raise ConfigError(f"no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
     return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
 
 
@@ -200,9 +197,7 @@ def _list_classes(module: nn.Module) -> str:
 def _auto(module: nn.Module) -> dict[str, nn.Module]:
     owners = _number_of_owners(module)
     declared = _not_to_be_split(module)
-    stacks = _stacks(module, declared, attributes=3)
-    if not declared and not stacks:
-        stacks = _stacks(module, [], attributes=2)
+    stacks = _stacks(module, declared)
     stacks += _stacks(module, [*declared, *chain.from_iterable(stacks)], plain=True)
     by_kind: Counter[type] = Counter()
     for stack in stacks:
@@ -239,32 +234,29 @@ def _is_apart(module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
     return within.isdisjoint(map(id, module.modules()))
 
 
-def _stacks(
-    module: nn.Module, taken: list[nn.Module], plain: bool = False, attributes: int = 3
-) -> list[list[nn.Module]]:
+def _stacks(module: nn.Module, taken: list[nn.Module], plain: bool = False) -> list[list[nn.Module]]:
     """Return the outermost groups of repeated modules that do not overlap with `taken`; see `_groups`."""
-    groups = [one for one in _groups(module, plain, attributes) if all(_is_apart(member, taken) for member in one)]
+    groups = [one for one in _groups(module, plain) if all(_is_apart(member, taken) for member in one)]
     inside = set(map(id, chain(taken, *groups)))
     for child in module.children():
         if id(child) not in inside and not isinstance(child, ParametrizationList):
-            groups += _stacks(child, taken, plain, attributes)
+            groups += _stacks(child, taken, plain)
     return groups
 
 
-def _groups(parent: nn.Module, plain: bool, attributes: int) -> list[list[nn.Module]]:
-    """Return the groups of a module's children of one class.
+def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
+    """Return the groups of a module's children of one class: two in a list, three attributes.
 
     Args:
         plain: groups of plain layers in a list, as in an MLP; else of modules with children. In a ModuleList one of
             these is enough, because a list is meant to repeat. Lists of blocks are no blocks.
-        attributes: how many attributes of one class are a group: two are likely towers with their own blocks.
     """
     is_list = isinstance(parent, LISTS)
     if plain and not is_list:
         return []
-    minimum = attributes
-    if is_list:
-        minimum = 1 if isinstance(parent, nn.ModuleList) and not plain else 2
+    minimum = 2 if is_list else 3
+    if isinstance(parent, nn.ModuleList) and not plain:
+        minimum = 1
     by_kind: dict[type, list[nn.Module]] = {}
     for child in parent.children():
         if has_forward(child) and _size(child) and _is_composite(child) != plain:
@@ -274,13 +266,12 @@ def _groups(parent: nn.Module, plain: bool, attributes: int) -> list[list[nn.Mod
 
 def _are_lists(group: list[nn.Module], in_list: bool) -> bool:
     """Whether the members of a group are lists, in a list those of blocks."""
-    of_blocks = not in_list or any(_groups(member, False, 2) for member in group)
+    of_blocks = not in_list or any(_groups(member, False) for member in group)
     return isinstance(group[0], LISTS) and of_blocks
 
 
 def _is_composite(module: nn.Module) -> bool:
-    children = module.named_children()
-    return any(not (name == "parametrizations" and is_parametrized(module)) for name, _ in children)
+    return bool({name for name, _ in module.named_children()} - {"parametrizations"})
 
 
 def _number_of_owners(module: nn.Module) -> Counter[int]:

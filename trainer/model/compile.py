@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import shutil
-import sysconfig
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +14,7 @@ from torch import nn
 
 from trainer.errors import raise_problems, shortened, shown
 from trainer.model.activation_checkpointing import compile_block
-from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward, is_compiled
-from trainer.model.recompilation import RecompilationMonitor
+from trainer.model.blocks import BlockPolicy, find_blocks, has_forward, is_compiled
 
 log = logging.getLogger("trainer")
 
@@ -29,13 +23,6 @@ CompileSetting = bool | str | Mapping[str, Any] | None
 
 GRAPH_BREAKING_METHODS = ("log", "log_dict", "print")
 """Methods of a module that break the graph when a compiled `forward` calls them."""
-RECOMPILE_WARNING_THRESHOLD = 3
-"""Recompilations for one cause until a warning; varying sizes cost one, evaluation mode another."""
-ADVICE = (
-    "If the cause is a size of an input: set compile={'dynamic': True}, pad to a few lengths, or drop_last=True. If it "
-    "is a Python value: hand it over as a tensor, keep it in a buffer, or read it in the step, outside of forward. If "
-    "it is a parameter, blocks of one class differ in their weights: compile=True compiles what holds them."
-)
 
 
 @dataclass(frozen=True)
@@ -107,28 +94,10 @@ def compile_problems(setting: Any) -> list[str]:
 def _nothing() -> None: ...
 
 
-def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
-    """Return what torch.compile's default backend lacks on this machine, one sentence each."""
-    if device_type == "xla":
-        return ["compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out."]
-    if compilation.options.get("backend", "inductor") != "inductor":
-        return []
-    missing = []
-    if device_type == "cuda":
-        missing = [] if find_spec("triton") else ["the package 'triton'"]
-    elif device_type == "cpu":
-        compiler = (os.environ.get("CXX") or "g++").split()[0]
-        headers = Path(sysconfig.get_path("include"), "Python.h")
-        missing = [] if shutil.which(compiler) else [f"a C++ compiler, and {compiler!r} is not found"]
-        missing += [] if headers.exists() else [f"Python's header files (apt-get install python3-dev): no {headers}"]
-    instead = "Install it, or try compile={'backend': 'aot_eager'}, which needs no compiler and is not faster."
-    return [f"compile= needs on {device_type} {what}. {instead}" for what in missing]
-
-
 def start_compiling(
     module: nn.Module, compilation: Compilation, steps_done: Callable[[], int] | None = None
 ) -> Callable[[], None]:
-    """Compile the module, watch for recompilations, and return a function that undoes both.
+    """Compile the module, and return a function that undoes it.
 
     Args:
         steps_done: returns the steps of training so far; None: the run does not train.
@@ -136,17 +105,15 @@ def start_compiling(
     compiled = compile_in_place(module, compilation)
     leaves_graphs = compilation.reuses_memory or any(part is module for part in compiled)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
-    monitor = TorchRecompilationMonitor()
     before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
-        monitor.close()
         for part in compiled:
             vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
         if undo_methods is not None:
             undo_methods()
         # Where layers are split over processes, the first step runs uncompiled, to be checked.
-        if compiled and steps_done is not None and steps_done() > before + 1 and monitor.compilations == 0:
+        if compiled and steps_done is not None and steps_done() > before + 1 and compilations() == 0:
             log.warning(
                 "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
                 "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",
@@ -161,26 +128,20 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
 
     Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
     (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
-    Dynamo skips torch's files; a warning names modules with weights that stay uncompiled.
+    Dynamo skips torch's files.
 
     Raises:
         ConfigError: no submodule fits the choice of blocks, or one graph cannot hold what is to be recomputed.
     """
-    parts, uncompiled = parts_to_compile(module, compilation)
+    parts = parts_to_compile(module, compilation)
     compiled = [one for part in parts.values() for one in compile_block(part, compilation.options)]
     kind = type(module).__name__
     if parts:
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
-    if uncompiled:
+    else:
         log.warning(
-            "compile= leaves uncompiled: %s. torch.compile skips TorchScript, and modules whose forward is torch's own "
-            "when a step calls them directly: call them in the forward of a class of your own.",
-            describe_blocks(uncompiled),
-        )
-    elif not parts:
-        log.warning(
-            "compile= finds nothing to compile in %s: it has neither a forward nor submodules with one that are not "
-            "compiled yet. What training_step does itself is not compiled: move it into a forward.",
+            "compile= finds nothing to compile in %s: it needs a class with a forward of its own, of the module or a "
+            "submodule. torch.compile skips TorchScript, modules whose forward is torch's own, and training_step.",
             kind,
         )
     return compiled
@@ -190,38 +151,25 @@ NamedModules = dict[str, nn.Module]
 """Modules by name."""
 
 
-def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[NamedModules, NamedModules]:
-    """Return the modules to compile (`""`: `module` itself), and modules with weights that stay uncompiled."""
+def parts_to_compile(module: nn.Module, compilation: Compilation) -> NamedModules:
+    """Return the outermost modules to compile; `""`: `module` itself."""
     if compilation.blocks is not None:
-        chosen = find_blocks(module, compilation.blocks)
-    else:
-        chosen = {"": module} if has_forward(module) else {}
-        chosen |= dict(module.named_children())
-    parts, uncompiled = _split(chosen)
-    # Compiled with the forward that calls them.
-    covered = {id(child) for part in parts.values() for child in part.modules()}
-    return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
+        return _outermost(find_blocks(module, compilation.blocks))
+    chosen = {"": module} if has_forward(module) else {}
+    return _outermost({**chosen, **dict(module.named_children())})
 
 
-def _split(modules: NamedModules) -> tuple[NamedModules, NamedModules]:
-    """Return the outermost modules in `modules` that can be compiled, and other modules with weights."""
+def _outermost(modules: NamedModules) -> NamedModules:
+    """Return the outermost modules in `modules` that can be compiled."""
     parts: NamedModules = {}
-    uncompiled: NamedModules = {}
     for name, module in modules.items():
         if _is_metric(module) or is_compiled(module):
             continue
         if has_forward(module) and is_compilable(module):
             parts[name] = module
-            continue
-        within, rest = _split(
-            {f"{name}.{child_name}".lstrip("."): child for child_name, child in module.named_children()}
-        )
-        parts |= within
-        if within or not has_forward(module):
-            uncompiled |= rest
-        elif any(True for _ in module.parameters()):
-            uncompiled[name] = module
-    return parts, uncompiled
+        else:
+            parts |= _outermost({f"{name}.{child}".lstrip("."): one for child, one in module.named_children()})
+    return parts
 
 
 def is_compilable(module: nn.Module) -> bool:
@@ -264,49 +212,7 @@ def _copied(value: Any) -> Any:
     return {name: _copied(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value
 
 
-class TorchRecompilationMonitor(RecompilationMonitor):
-    """Reads torch's records at the end of each compilation, and costs nothing in between.
-
-    torch completes a record only after the callbacks, so a warning may come with the next compilation, or at the end of
-    the run. `compilations` starts with those that torch has kept records of.
-    """
-
-    def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler
-        from torch._dynamo.utils import get_compilation_metrics
-
-        super().__init__(RECOMPILE_WARNING_THRESHOLD)
-        self._handler = callback_handler
-        self._records: Callable[[], list[Any]] = get_compilation_metrics
-        self._seen = self._records()
-        self.compilations = len(self._seen)
-        callback_handler.register_end_callback(self._read_records)
-
-    def close(self) -> None:
-        """Read the last records, and stop monitoring."""
-        self._read_records()
-        self._handler.remove_end_callback(self._read_records)
-
-    def _read_records(self, *event: Any) -> None:
-        seen = set(map(id, self._seen))
-        self._seen = self._records()  # kept alive, so that ids stay unique
-        new = [record for record in self._seen if id(record) not in seen]
-        self.compilations += len(new)
-        for record in new:
-            if record.recompile_reason:
-                self._count(record)
-
-    def _count(self, record: Any) -> None:
-        from torch._dynamo import config
-
-        reason = re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
-        code = (record.co_name, record.co_filename, record.co_firstlineno)
-        cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # numbers in a reason vary
-        where = f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
-        words = " ".join(re.split(r" \(HINT|\n", reason)[0].split()).rstrip(".")
-        self.add_recompilation(
-            cause,
-            f"compile: {where} has been compiled again {self.threshold} times for the same cause: {words}. {ADVICE} "
-            f"After {config.recompile_limit} compilations torch gives up and runs it uncompiled. "
-            "TORCH_LOGS=recompiles in the environment shows each one.",
-        )
+def compilations() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import nn
 
+from trainer.model.reachable import is_filled, walk
+
 Copied = TypeVar("Copied")
-_DEEPEST = 3
-"""Levels of lists and dicts in attributes in which functions are looked for."""
+_DEPTH = 5
+"""Levels of objects in objects in which functions are looked for."""
 
 
 def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
@@ -21,73 +24,52 @@ def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
     attributes of parameters.
 
     Args:
-        memo: of `copy.deepcopy`. Parameters that stand for themselves there are left as they are.
+        memo: of `copy.deepcopy`. Parameters that stand for themselves there are left unchanged.
     """
+    parameters = [*value.parameters()] if isinstance(value, nn.Module) else []
+    parts: list[Any] = [*value.modules(), *parameters] if isinstance(value, nn.Module) else [value]
+    hooks = {one: (_hooks(one._backward_hooks), _hooks(one._post_accumulate_grad_hooks)) for one in parameters}
+    inside = [*(vars(one) if hasattr(one, "__dict__") else one for one in parts), *hooks.values()]
+    cells = _copy_functions(inside, memo)
     copied = copy.deepcopy(value, memo)
-    for parameter in value.parameters() if isinstance(value, nn.Module) else ():
-        if memo[id(parameter)] is not parameter:
-            _carry_over(parameter, memo[id(parameter)], memo)
-    for part in copied.modules() if isinstance(copied, nn.Module) else _with_attributes(copied):
-        if hasattr(part, "__dict__"):
-            _rebind(vars(part), memo)
+    for cell in filter(is_filled, cells):
+        memo[id(cell)].cell_contents = _content(cell.cell_contents, memo)
+    for parameter, (of_gradient, after) in hooks.items():
+        new = memo[id(parameter)]
+        if new is not parameter:
+            vars(new).update({name: _copy_or_share(one, memo) for name, one in vars(parameter).items()})
+            new.requires_grad_(bool(of_gradient or after))  # it may have been frozen after it got its hooks
+            for hook in of_gradient:
+                new.register_hook(_copy_or_share(hook, memo))
+            for hook in after:
+                new.register_post_accumulate_grad_hook(_copy_or_share(hook, memo))
+            new.requires_grad_(parameter.requires_grad)
     return copied
 
 
-def _with_attributes(copied: Any) -> list[Any]:
-    """Return a copy of a loader, or of several, and the objects in its attributes, such as the dataset."""
-    several = (
-        [*copied.values()] if isinstance(copied, dict) else copied if isinstance(copied, (list, tuple)) else [copied]
-    )
-    with_attributes = [one for one in several if hasattr(one, "__dict__")]
-    return [
-        *with_attributes,
-        *(one for part in with_attributes for one in vars(part).values() if hasattr(one, "__dict__")),
-    ]
+def _hooks(registered: Any) -> list[Any]:
+    return [*(registered or {}).values()]
 
 
-def _carry_over(parameter: nn.Parameter, copied: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Give a copy of a parameter the attributes and hooks of the original."""
-    for name, value in vars(parameter).items():
-        vars(copied).setdefault(name, _copy_or_share(value, memo))
-    hooks: Any = [(copied.register_hook, parameter._backward_hooks)]
-    hooks += [(copied.register_post_accumulate_grad_hook, parameter._post_accumulate_grad_hooks)]
-    for register, those in hooks:
-        for hook in (those or {}).values():
-            copied.requires_grad_(True)  # the parameter may have been frozen after it got its hooks
-            register(_rebind(_copy_or_share(hook, memo), memo))
-            copied.requires_grad_(parameter.requires_grad)
-
-
-def _rebind(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
-    """Return a function with copies in its closure, or a copied dict or list after putting such functions into it."""
-    if isinstance(value, FunctionType) and value.__closure__:
-        return _with_copies(value, memo)
-    if depth <= _DEEPEST and isinstance(value, (dict, list)):
-        for key, one in [*value.items()] if isinstance(value, dict) else [*enumerate(value)]:
-            if isinstance(one, (dict, list, FunctionType)):
-                value[key] = _rebind(one, memo, depth + 1)
-    return value
-
-
-def _with_copies(function: FunctionType, memo: dict[int, Any]) -> Any:
-    if id(function) not in memo:
-        cells = [(memo.setdefault(id(cell), CellType()), cell) for cell in function.__closure__ or ()]
-        closure = tuple(new for new, _ in cells)
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-        made.__kwdefaults__ = function.__kwdefaults__
-        vars(made).update(vars(function))
-        memo[id(function)] = memo[id(made)] = made  # which its own closure may have
-        for new, cell in cells:
-            with suppress(ValueError):  # an empty one
-                new.cell_contents = _rebind(_content(cell.cell_contents, memo), memo)
-    return memo[id(function)]
+def _copy_functions(inside: list[Any], memo: dict[int, Any]) -> list[CellType]:
+    """Put copies of the functions that enclose something into `memo`; return the cells of the originals."""
+    found = walk(dict(enumerate(inside)), _DEPTH, {}, (torch.Tensor, np.ndarray, type, ModuleType))
+    functions = [one for _, one in found if isinstance(one, FunctionType) and one.__closure__]
+    cells = {id(cell): cell for one in functions for cell in one.__closure__ or ()}
+    memo |= {key: CellType() for key in cells}
+    for one in functions:
+        closure = tuple(memo[id(cell)] for cell in one.__closure__ or ())
+        new = FunctionType(one.__code__, one.__globals__, one.__name__, one.__defaults__, closure)
+        new.__kwdefaults__ = one.__kwdefaults__
+        vars(new).update(vars(one))
+        memo[id(one)] = new
+    return [*cells.values()]
 
 
 def _content(value: Any, memo: dict[int, Any]) -> Any:
     """Return the copy of what is part of the module, or may change; else the value itself, such as data."""
-    return (
-        _copy_or_share(value, memo) if isinstance(value, (nn.Module, dict, list, set)) else memo.get(id(value), value)
-    )
+    is_changed = isinstance(value, (nn.Module, dict, list, set))
+    return _copy_or_share(value, memo) if is_changed else memo.get(id(value), value)
 
 
 def _copy_or_share(value: Any, memo: dict[int, Any]) -> Any:

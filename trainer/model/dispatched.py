@@ -14,7 +14,7 @@ def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost submodules with accelerate's hooks, which bring weights to the layers, by name."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        inside = any(not outer or name == outer or name.startswith(f"{outer}.") for outer in found)
+        inside = f"{name}.".startswith(tuple(f"{outer}." for outer in found)) or "" in found
         if "_hf_hook" in vars(child) and not inside:
             found[name] = child
     return found
@@ -31,25 +31,19 @@ def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: 
     if not models:
         return
     name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
-    what = (
-        f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload), so that a forward brings weights "
-    )
-    what += "where they are computed with"
+    what = f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload)"
     if training:
         raise ConfigError(
             f"{what}. It can predict, validate and test, but not train: its parameters hold no values. To train what "
             "does not fit on a device, build the model without device_map, under strategy 'fsdp' or "
             "'deepspeed_stage_3' (init_device='mixed' or 'meta', and fit(weights=...))."
         )
-    if shards:
+    if shards or converts:
+        by = f"strategy {strategy!r} would shard them" if shards else "the precision would convert them"
         raise ConfigError(
-            f"{what}, and strategy {strategy!r} would shard them. Use strategy='single_device' with devices=1, or "
-            "build the model without device_map."
-        )
-    if converts:
-        raise ConfigError(
-            f"{what}, and the precision of the trainer would convert them. Give the dtype where they are loaded, "
-            "load_checkpoint_and_dispatch(..., dtype=torch.bfloat16), and leave precision out."
+            f"{what}: a forward brings its weights where they are computed with, and {by}. Use "
+            "strategy='single_device' with devices=1, and give the dtype where they are loaded: "
+            "load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)."
         )
 
 

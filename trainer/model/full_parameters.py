@@ -54,20 +54,6 @@ def slots_of(module: nn.Module, root: nn.Module) -> list[ParameterSlot]:
     ]
 
 
-def name_of_shard(module: nn.Module, value: Any) -> str | None:
-    """Return the name of the parameter with whose memory a distributed tensor is made; None for other values."""
-    local = getattr(value, "_local_tensor", None) if isinstance(value, torch.Tensor) else None
-    if local is None:
-        return None
-    found = None
-    for name, parameter in module.named_parameters():
-        own = getattr(parameter, "_local_tensor", None)
-        if parameter is value or (own is not None and local.numel() and own.data_ptr() == local.data_ptr()):
-            return name
-        found = name if found is None and own is not None and own.shape == local.shape else found
-    return found
-
-
 def checksum(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the sum of a tensor's bits, on its device; None for a kind of tensor whose bits cannot be seen."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +29,15 @@ def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return instead
 
 
+def is_sparse(layer: Any) -> bool:
+    """Whether the gradient of a layer's weight is sparse."""
+    return isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+
+
 def sparse_weights(module: nn.Module) -> set[torch.Tensor]:
     """Return the weights of the layers whose gradients are sparse."""
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
-    return {layer.weight for layer in layers if layer.sparse}
+    layers: list[Any] = [*filter(is_sparse, module.modules())]
+    return {layer.weight for layer in layers}
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

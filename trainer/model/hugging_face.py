@@ -19,16 +19,15 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     PEFT has changed has other weights than its class, and is left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    changed: list[str] = []
+    outer: list[str] = []
     for name, model in module.named_modules():
         prefix = f"{name}." if name else ""
-        if hasattr(model, "peft_config"):
-            changed.append(prefix)
-        inner = any(prefix.startswith(other) for other in (*found, *changed))
-        if inner or not hasattr(type(model), "save_pretrained"):
-            continue
         config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_json_string") or not hasattr(config, "get_text_config"):
+        is_model = hasattr(type(model), "save_pretrained") and hasattr(config, "get_text_config")
+        if not (is_model or hasattr(model, "peft_config")) or prefix.startswith(tuple(outer)):
+            continue
+        outer.append(prefix)
+        if hasattr(model, "peft_config"):
             continue
         generation = getattr(model, "generation_config", None)
         found[prefix] = {

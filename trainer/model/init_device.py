@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
-from trainer.errors import ConfigError, first_of, raise_problems
-from trainer.model.reachable import tensors_in
-
-log = logging.getLogger("trainer")
+from trainer.errors import ConfigError, first_of
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
@@ -26,24 +22,10 @@ INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
 Tensors = dict[str, torch.Tensor]
 
 
-@contextmanager
-def build_context(init_device: InitDevice) -> Iterator[None]:
-    """Enter the context of `configure_model`: the meta device, if this process builds no values.
-
-    Raises:
-        ConfigError: `configure_model` does not work on the meta device.
-    """
-    if init_device == "cpu" or (init_device == "mixed" and dist.get_rank() == 0):
-        yield
-        return
-    try:
-        with torch.device("meta"):
-            yield
-    except RuntimeError as error:
-        raise ConfigError(
-            f"init_device={init_device!r}: configure_model cannot be called on the meta device: "
-            f"{str(error).splitlines()[0]} Give init_device='cpu'."
-        ) from error
+def build_context(init_device: InitDevice) -> AbstractContextManager[Any]:
+    """Return the context of `configure_model`: the meta device, if this process builds no values."""
+    builds = init_device == "cpu" or (init_device == "mixed" and dist.get_rank() == 0)
+    return nullcontext() if builds else torch.device("meta")
 
 
 def named_tensors(module: nn.Module) -> Tensors:
@@ -81,15 +63,14 @@ def initial_values(
     Raises:
         ConfigError: a tensor would have no values.
     """
-    tensors = named_tensors(module)
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in loaded}
-    absent = {name for name, tensor in wanted.items() if tensor.is_meta}
+    wanted = {name: tensor for name, tensor in named_tensors(module).items() if name not in loaded}
+    # With "mixed" rank 0 has built what the others lack.
+    elsewhere = init_device == "mixed" and dist.get_rank() > 0
+    absent = {name for name, tensor in wanted.items() if tensor.is_meta and not elsewhere}
+    needed = {id(wanted[name]) for name in absent}
     units = units_of(module) if init_device == "meta" else {}
     # A second module with a shared weight draws random numbers as well, as in its construction.
-    needed = {id(wanted[name]) for name in absent}
-    units = {key: unit for key, unit in units.items() if any(id(t) in needed for t in named_tensors(unit).values())}
-    if init_device == "mixed" and dist.get_rank() > 0:
-        absent = set()  # rank 0 has built them
+    units = {key: unit for key, unit in units.items() if needed & set(map(id, named_tensors(unit).values()))}
     given = {prefix + name for prefix, unit in units.items() for name in named_tensors(unit)}
     _check_built(module, init_device, absent - given)
     if init_device == "cpu":
@@ -99,51 +80,37 @@ def initial_values(
     built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
     shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in list(built):
-            yield name, _from_rank_0(built.pop(name), device)
-        for prefix, unit in units.items():
-            later = {name for name in shapes[prefix] if prefix + name in loaded}
-            values = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
-            for name in list(values):
-                value = values.pop(name)
-                if prefix + name in absent:
-                    absent.remove(prefix + name)
-                    yield prefix + name, _from_rank_0(value, device)
+    return _values(built, units, shapes, absent, device)
 
-    return values()
+
+def _values(
+    built: Tensors,
+    units: dict[str, nn.Module],
+    shapes: dict[str, Tensors],
+    absent: set[str],
+    device: torch.device | str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield rank 0's values of what was built, and of the `absent` tensors, which units initialize there."""
+    for name in list(built):
+        yield name, _from_rank_0(built.pop(name), device)
+    for prefix, unit in units.items():
+        made = initialize(unit, shapes[prefix]) if dist.get_rank() == 0 else shapes[prefix]
+        for name in [name for name in made if prefix + name in absent]:
+            absent.remove(prefix + name)
+            yield prefix + name, _from_rank_0(made.pop(name), device)
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
-    plain = _plain_meta_tensors(module) if init_device != "cpu" else []
     everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
-    found = everyone.all_gather_object((sorted(without), plain))
-    problems = []
-    if names := sorted({name for without, _ in found for name in without}):
-        problems.append(
-            f"{', '.join(names)}: no init_weights or reset_parameters gives them values. Define one in the module that "
-            "has them, or give init_device='mixed' or 'cpu'."
-            if init_device == "meta"
-            else _without_values(module, names)
+    names = sorted(set().union(*everyone.all_gather_object(sorted(without))))
+    if names and init_device == "meta":
+        raise ConfigError(
+            f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
+            "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
         )
-    if names := sorted({name for _, plain in found for name in plain}):
-        problems.append(
-            f"{', '.join(names)}: a plain tensor gets no values with init_device={init_device!r}. Make it a buffer "
-            "(register_buffer), or give init_device='cpu'."
-        )
-    raise_problems(problems, type(module).__name__)
-
-
-def _plain_meta_tensors(module: nn.Module) -> list[str]:
-    """Return the names of attributes that are or hold meta tensors, apart from parameters and buffers."""
-    found = []
-    for prefix, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            held = [] if name in ("_parameters", "_buffers") else tensors_in(value)
-            if any(one.is_meta and not isinstance(one, nn.Parameter) for one in held):
-                found.append(f"{prefix}.{name}".removeprefix("."))
-    return found
+    if names:
+        raise ConfigError(_without_values(module, names))
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -197,33 +164,23 @@ class _Initialize(nn.Module):
             getattr(module, initializer)()
 
 
-def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -> Tensors:
+def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
     """Return, on the CPU, the initial values of a module's parameters and buffers, without changing the module.
 
     Args:
         shapes: the module's tensors on the meta device, by name.
-        loaded: names of those whose values come from a checkpoint. They stay on the meta device if the initializers can
-            do without them, so that rank 0 does not need memory for the full module.
 
     Raises:
         ConfigError: the initializers leave a tensor without values.
     """
-    if loaded:
-        try:
-            return _initialize(unit, {name: t if name in loaded else _unset(t) for name, t in shapes.items()})
-        except (RuntimeError, NotImplementedError) as error:
-            log.info("init_device='meta': all of %s is initialized on rank 0: %s", type(unit).__name__, error)
-    return _initialize(unit, {name: _unset(shape) for name, shape in shapes.items()})
-
-
-def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
     # As parameters, for which initializers of ties ask by name.
     parameters = dict(unit.named_parameters(remove_duplicate=False))
+    tensors = {name: _unset(shape) for name, shape in shapes.items()}
     values = {
-        f"unit.{name}": nn.Parameter(tensor.detach(), requires_grad=False) if name in parameters else tensor
+        f"unit.{name}": nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
         for name, tensor in tensors.items()
     }
-    before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}
+    before = {name: (value, value._version) for name, value in values.items()}
     with torch.no_grad():
         functional_call(_Initialize(unit), values, ())
     left = [name.removeprefix("unit.") for name in before if _is_unset(values[name], *before[name])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.errors import ConfigError
@@ -92,7 +93,7 @@ class ModelSize:
     @property
     def weights(self) -> list[Weight]:
         """All weights."""
-        return [*self.before, *(weight for block in self.blocks for weight in block), *self.after]
+        return [*self.before, *chain.from_iterable(self.blocks), *self.after]
 
 
 @dataclass(frozen=True)

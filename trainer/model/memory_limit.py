@@ -16,11 +16,9 @@ _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "Can
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, says that the memory of a device or of the host is used up."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES):
+        texts = str(error) if isinstance(error, RuntimeError) else ""
+        is_lack = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
+        if is_lack or any(text in texts for text in _MESSAGES):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -95,9 +95,8 @@ def is_overridden(method_name: str, instance: Any, parent: type | None = None) -
     if isinstance(instance, OptionalMethods) and parent is None:
         return instance.overrides(method_name)
     own = getattr(type(instance), method_name, None)
-    bases = [parent] if parent is not None else type(instance).__mro__[1:]
-    first = next((getattr(base, method_name) for base in bases if hasattr(base, method_name)), None)
-    return own is not None and own is not first
+    first = getattr(super(type(instance), instance) if parent is None else parent, method_name, None)
+    return own is not None and getattr(first, "__func__", first) is not own
 
 
 def _is_called(name: str) -> bool:

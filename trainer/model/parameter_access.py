@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
-import torch
 from torch import nn
 from torch._C import (
     _get_function_stack_at,
@@ -16,12 +14,7 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-
-from trainer.errors import ConfigError, TrainerError
-from trainer.model.full_parameters import name_of_shard
-from trainer.model.reachable import tensors_in
 
 _HERE = (__name__, "trainer.strategies.deepspeed.empty_parameters")
 
@@ -59,33 +52,6 @@ class ParameterAccess(TorchFunctionMode):
                 _push_on_torch_function_stack(self)
 
 
-class ExplainingShards(ParameterAccess):
-    """While entered, torch's error in an operation of user code with a distributed tensor names the parameter.
-
-    And `tolist` is that of the full tensor, which torch refuses; it is collective.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and hasattr(args[0], "full_tensor"):
-            args = (args[0].full_tensor(), *args[1:])
-        try:
-            return func(*args, **(kwargs or {}))
-        except TrainerError:
-            raise
-        except Exception as error:
-            named = [name_of_shard(self._module, one) for one in tensors_in(args)]
-            name = next(filter(None, named), None)
-            if name is None or not from_user_code() or stepping_optimizer(_callers()) is not None:
-                raise
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(
-                f"{name} is used here as a full tensor, and strategy {self._strategy!r} keeps shards of it. In a hook, "
-                "on all processes: with trainer.full_parameters(module): ... to read it, and full_parameters(module, "
-                "write=True) to change it. Of a gradient, of which a process may have nothing: p.grad.full_tensor().\n"
-                f"torch said: {said}"
-            ) from error
-
-
 def copy_advice(strategy: str) -> str:
     """Return the words for a `copy.deepcopy` of a module that a strategy has sharded."""
     return (
@@ -98,15 +64,6 @@ def copy_advice(strategy: str) -> str:
 def within_deepcopy() -> bool:
     """Whether the caller is called by `copy.deepcopy`."""
     return any(one.f_code.co_name == "deepcopy" and one.f_globals.get("__name__") == "copy" for one in _callers())
-
-
-def stepping_optimizer(frames: Iterable[FrameType]) -> Optimizer | None:
-    """Return the optimizer whose `step` is the first one among the frames; None without one."""
-    for frame in frames:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
-            return owner
-    return None
 
 
 def _callers() -> Iterator[FrameType]:

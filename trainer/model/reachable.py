@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial, partialmethod
+from itertools import chain
 from operator import is_
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
+from trainer.hyperparameters import SCALARS
 from trainer.model.blocks import class_of
 
 _OPAQUE = (np.ndarray, type, ModuleType, str, bytes, int, float, complex, bool, NoneType)
@@ -26,6 +28,11 @@ OF_TORCH = frozenset(vars(nn.Module()))
 WRAPPERS = (staticmethod, classmethod, property, cached_property, partialmethod)
 """Classes of objects that a class holds around a function, in one of the attributes of the next line."""
 _WRAPPED = ("__func__", "fget", "fset", "func")
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COMMON = frozenset({dict, OrderedDict, list, tuple, set})
+_LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
+_WITHOUT_STATE = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
+"""Beginnings of modules whose classes keep nothing in their attributes."""
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -75,10 +82,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an attribute: itself, in containers, and in the attributes of a user's object."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, set, deque, dict)) or is_users(value):
-        for one in value if isinstance(value, (list, tuple, set, deque)) else content(value).values():
-            if one is not value:
-                yield from tensors_of(one) if not is_users(one) else ()
+    elif isinstance(value, CONTAINERS) or is_users(value):
+        for one in content(value).values():
+            if one is not value and not is_users(one):
+                yield from tensors_of(one)
 
 
 def is_users(one: Any) -> bool:
@@ -100,10 +107,12 @@ def keep_attributes_of(one: Any, other: Any) -> None:
 
 
 def content(container: Any) -> dict[Any, Any]:
-    """Return the entries of a dict by key, of a list or set by number, of an object by attribute."""
-    if isinstance(container, (dict, nn.Module)):
-        return dict(container if isinstance(container, dict) else vars(container))
-    return dict(enumerate(container)) if isinstance(container, (list, deque, set)) else attributes(container)
+    """Return the entries of a dict by key, of a list, tuple or set by number, of an object by attribute."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, nn.Module):
+        return dict(vars(container))
+    return dict(enumerate(container)) if isinstance(container, CONTAINERS) else attributes(container)
 
 
 def fill(container: Any, entries: dict[Any, Any]) -> None:
@@ -222,7 +231,7 @@ def _is_dataclass(one: Any) -> bool:
 def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
     """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
     for path, child in block.named_modules():
-        place = ".".join(filter(None, (name, path)))
+        place = f"{name}.{path}".strip(".")
         for attribute, value in _written_by(child):
             yield f"{place}.{attribute}" if attribute else f"what a hook of {place} writes to", value
     leaves, _ = torch.utils._pytree.tree_flatten(inputs)
@@ -239,35 +248,20 @@ def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
 
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
-    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if kind is not nn.Module}
-    waiting = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
-    seen: set[int] = set()
-    for function in waiting:
-        package = function.__module__.partition(".")[0]
-        for name, value in used_globals(function).items() if id(function) not in seen else ():
-            is_written = isinstance(value, (list, deque, set, dict)) or is_generator(value)
-            if is_written and package not in _LIBRARIES:
+    kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if _is_users_class(kind)}
+    functions = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
+    known = set(functions)
+    for function in functions:
+        for name, value in used_globals(function).items():
+            if isinstance(value, (list, deque, set, dict)) or is_generator(value):
                 yield f"{name} at the level of {function.__module__}", value
-            elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == package:
-                waiting.append(value)
-        seen.add(id(function))
+            elif isinstance(value, FunctionType) and value not in known and _is_of_package(value, function):
+                known.add(value)
+                functions.append(value)
 
 
-def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
-
-    What belongs to this package or to a library is not looked into.
-    """
-    of = value if isinstance(value, FunctionType) else type(value)
-    is_package = of.__module__ and of.__module__.partition(".")[0] in _LIBRARIES
-    if id(value) in seen or (is_package and not isinstance(value, (torch.Tensor, torch.Generator))):
-        return
-    if isinstance(value, _OPAQUE):
-        return
-    seen.add(id(value))
-    yield value
-    for one in _inside(value):
-        yield from objects_behind(one, seen)
+def _is_of_package(one: FunctionType, other: FunctionType) -> bool:
+    return one.__module__.partition(".")[0] == other.__module__.partition(".")[0]
 
 
 def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
@@ -279,30 +273,108 @@ def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
     times: Counter[int] = Counter()
     for block in blocks.values():
         seen: set[int] = set()
-        of_block = [one for _, place in places("", block) for one in objects_behind(place, seen) if is_container(one)]
-        found.update({id(one): one for one in of_block})
-        times.update(map(id, of_block))
-    of_all = [one for block in blocks.values() for _, one in global_containers(block) if isinstance(one, list)]
-    shared = [found[key] for key, number in times.items() if number > 1]
-    return [*shared, *{id(one): one for one in of_all if is_container(one)}.values()]
+        behind = chain.from_iterable(objects_behind(place, seen) for _, place in places("", block))
+        of_block = {id(one): one for one in behind if is_container(one)}
+        found |= of_block
+        times.update(of_block.keys())
+    of_all = chain.from_iterable(map(global_containers, blocks.values()))
+    lists = {id(one): one for _, one in of_all if isinstance(one, list) and is_container(one)}
+    return [*(one for key, one in found.items() if times[key] > 1), *lists.values()]
 
 
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return []
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        several = len(value) <= _LARGEST
-        return [*(value.values() if isinstance(value, dict) else value)] if several else []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
+def _is_users_class(kind: type) -> bool:
+    """Whether a class does not belong to this package or to a library of modules."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
+
+    What belongs to this package or to a library is not looked into.
+    """
+    of: Any = value if isinstance(value, FunctionType) else type(value)
+    known = isinstance(value, (torch.Tensor, torch.Generator)) or not of.__module__ or _is_users_class(of)
+    if id(value) in seen or not known or isinstance(value, _OPAQUE):
+        return
+    seen.add(id(value))
+    yield value
+    for one in _inside(value):
+        yield from objects_behind(one, seen)
+
+
+def named_inside(value: Any) -> dict[Any, Any]:
+    """Return what is inside an object by its name, or its number: items, attributes, and what functions know."""
+    container: Any = next(filter(partial(isinstance, value), CONTAINERS), None)
+    if container is not None:
+        # By its own methods: a subclass may do anything in them.
+        several = container.__len__(value) <= _LARGEST
+        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+        # A key may be anything: an optimizer's are parameters.
+        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
     if isinstance(value, CellType):
-        return [value.cell_contents] if is_filled(value) else []
+        return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
-        return [*(value.__closure__ or ()), *used_globals(value).values()]
-    # Of a module its own attributes, which a hook may write; its parts are asked for by themselves.
-    return [one for key, one in attributes(value).items() if not isinstance(value, nn.Module) or key[:1] != "_"]
+        used = {name: one for name, one in used_globals(value).items() if is_generator(one)}
+        enclosed = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=False))
+        return used | enclosed | dict(enumerate(value.__defaults__ or ()))
+    if isinstance(value, MethodType):
+        return {"": value.__func__, "self": value.__self__}
+    if isinstance(value, (partial, partialmethod)):
+        return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    if isinstance(value, WRAPPERS):
+        return dict(enumerate(functions_of(value)))
+    return attributes(value)
+
+
+def walk(
+    values: dict[Any, Any],
+    depth: int,
+    seen: dict[int, dict[Any, Any]],
+    opaque: tuple[type, ...],
+    libraries: Collection[str] = (),
+) -> Iterator[tuple[str, Any]]:
+    """Yield named values and what is inside of them, each object once, with the way to it, such as "sampler.noise".
+
+    Inside are items, attributes, those of users' classes, and what functions enclose.
+
+    Args:
+        depth: levels of objects in objects that are looked through.
+        seen: objects that are left out, by their id; is given what is inside each object that is looked into.
+        opaque: kinds of objects that are left out.
+        libraries: packages whose objects are not looked into.
+    """
+    waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
+    while waiting:
+        value, way, levels = waiting.pop()
+        kind = type(value)
+        # Most attributes of modules are scalars or empty.
+        if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
+            continue
+        seen[id(value)] = {}
+        yield way, value
+        known = not is_generator(value) and kind.__module__.partition(".")[0] not in libraries
+        if levels and (isinstance(value, _LOOKED_INTO) or known):
+            seen[id(value)] = inside = inside_of(value)
+            waiting += [(one, f"{way}.{name}", levels - 1) for name, one in reversed(inside.items())]
+
+
+def inside_of(value: Any) -> dict[Any, Any]:
+    """Return what is inside an object, and in its class where that is the user's."""
+    found = named_inside(value)
+    for kind in type(value).__mro__:
+        if not kind.__module__.startswith(_WITHOUT_STATE):
+            found = {**vars(kind), **found}
+    return found
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a block may write to in an object: of functions also globals, of a module its own attributes only."""
+    if isinstance(value, torch.Tensor):
+        return ()
+    if isinstance(value, nn.Module):  # its parts are asked for by themselves
+        return [one for name, one in attributes(value).items() if name[:1] != "_"]
+    used = used_globals(value).values() if isinstance(value, FunctionType) else ()
+    return [*named_inside(value).values(), *used]
 
 
 class Held:
@@ -317,16 +389,13 @@ class Held:
     def __init__(self, block: nn.Module, inputs: Any = (), largest_copy: float = _LARGEST_COPY) -> None:
         seen: set[int] = set()
         self._block, modules = block, [*block.modules()]
-        written = [value for child in modules for _, value in _written_by(child)]
-        written += [value for _, value in global_containers(block)]
-        found = [one for value in written for one in objects_behind(value, seen)]
-        found += [buffer for child in modules for buffer in child._buffers.values() if buffer is not None]
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
-        small = [one for one in tensors if not one.requires_grad and one.numel() <= largest_copy]
-        self._copies = {id(one): one.detach().clone() for one in small}
+        written = [value for _, value in chain(places("", block), global_containers(block))]
+        found = [*chain.from_iterable(objects_behind(value, seen) for value in written), *block.buffers()]
+        tensors = [one for one in found if isinstance(one, torch.Tensor) and not one.requires_grad]
+        self._copies = {id(one): one.detach().clone() for one in tensors if one.numel() <= largest_copy}
         found += objects_behind(inputs, seen)
-        others = [one for one in found if isinstance(one, torch.Tensor) and id(one) not in self._copies]
-        self._others = [(one, _version(one)) for one in others if not isinstance(one, nn.Parameter)]
+        others = [one for one in found if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)]
+        self._others = [(one, _version(one)) for one in others if id(one) not in self._copies]
         self._containers = [*modules, *(child._buffers for child in modules), *filter(is_container, found)]
         self._before = [*map(content, self._containers)]
         self.generators = [OwnGenerator(one) for one in found if is_generator(one)]

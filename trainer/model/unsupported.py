@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.errors import ConfigError, first_of
+from trainer.model.gradients import is_sparse
 from trainer.precision import is_quantized
 
 Found = Iterator[str]
@@ -38,18 +39,8 @@ def refuse_lazy(module: nn.Module) -> None:
         )
 
 
-def _sparse(module: nn.Module) -> Found:
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
-            yield name
-
-
-def _scripted(module: nn.Module) -> Found:
-    return (name for name, layer in module.named_modules() if isinstance(layer, torch.jit.ScriptModule))
-
-
-def _compiled(module: nn.Module) -> Found:
-    return (name for name, layer in module.named_modules() if type(layer).__name__ == "OptimizedModule")
+def _layers(is_one: Callable[[nn.Module], bool]) -> Callable[[nn.Module], Found]:
+    return lambda module: (name for name, layer in module.named_modules() if is_one(layer))
 
 
 def _parameters(has: Callable[[nn.Parameter], bool]) -> Callable[[nn.Module], Found]:
@@ -83,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
         "Use strategy 'ddp', or load the frozen weights in bfloat16.",
     ),
     "sparse": (
-        _sparse,
+        _layers(lambda layer: is_sparse(layer) and bool(layer.weight.requires_grad)),
         "take the sparse gradients of layers",
         "Leave out sparse=True, or use strategy 'ddp' or 'single_device'.",
     ),
@@ -93,12 +84,12 @@ KINDS: dict[str, tuple[Callable[[nn.Module], Found], str, str]] = {
         CHANGE_GRADIENTS,
     ),
     "script": (
-        _scripted,
+        _layers(lambda layer: isinstance(layer, torch.jit.ScriptModule)),
         "add hooks to scripted layers",
         "Give the layers from which torch.jit made them, or use strategy 'ddp'.",
     ),
     "compiled": (
-        _compiled,
+        _layers(lambda layer: type(layer).__name__ == "OptimizedModule"),
         "add hooks to compiled layers",
         "Give them uncompiled, with Trainer(compile=...) if need be.",
     ),

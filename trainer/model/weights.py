@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -37,27 +38,20 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
     Raises:
         ConfigError: `map_location` has another form, or the device is not on this machine.
     """
-    location: Any = map_location
+    if map_location is None:
+        return None
+    file = io.BytesIO()
+    torch.save(torch.empty(0), file)
+    file.seek(0)
     try:
-        if isinstance(map_location, Mapping):
-            devices = {str(torch.device(key)): torch.device(value) for key, value in map_location.items()}
-            location = devices.get("cpu", "cpu")
-        elif callable(map_location):
-            storage = torch.UntypedStorage(0)
-            moved = map_location(storage, "cpu")
-            location = (storage if moved is None else moved).device
-        return None if location is None else torch.empty(0, device=location).device
+        placed: torch.Tensor = torch.load(file, map_location, weights_only=True)  # type: ignore[arg-type]
+        return placed.device
     except Exception as error:
         raise ConfigError(
             f"map_location={map_location!r} gives no device of this machine ({type(error).__name__}: {error}). Give a "
             "device such as 'cpu' or 'cuda:0', a dict such as {'cpu': 'cuda:0'}, or a function (storage, location) -> "
             "storage, as for torch.load."
         ) from error
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether an entry of a module's `state_dict` is what its `get_extra_state` returned: data of any kind."""
-    return name.rpartition(".")[2] == "_extra_state"
 
 
 _MADE_LATER: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, raise_problems, shown
 from trainer.logger import DummyLogger, Logger
-from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
+from trainer.model.compile import Compilation, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.runs.hook_checks import callback_problems
 from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, error_of
@@ -171,8 +171,8 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     found += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
     found += _cannot_try_a_batch(settings, strategy, device_type)
     compilation = read_compile(settings.compile)
-    if compilation is not None:
-        found += check_toolchain(compilation, device_type)
+    if compilation is not None and device_type == "xla":
+        found.append("compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out.")
     # Also with a Timer of the user, which may only measure: the shorter time ends the run.
     limit: dict[str, Any] = {"duration": settings.max_seconds}
     time_limit = callback_named("Timer")(**limit) if settings.max_time is not None else None

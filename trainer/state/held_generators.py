@@ -45,26 +45,8 @@ def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimize
     }
 
 
-def states_with(owners: Mapping[str, Any], device: torch.device, saves: bool = False) -> dict[str, Any]:
-    """Return the states of the global generators, and of those that the owners hold, as data.
-
-    Args:
-        saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so once.
-    """
-    contents: dict[int, dict[Any, Any]] = {}
-    own = {
-        owner: {name: state for name, one in held.items() if (state := generator_state(one))}
-        for owner, held in named_generators(owners, contents).items()
-    }
-    if saves:
-        held = [pair for inside in contents.values() for pair in inside.items() if isinstance(pair[1], Iterator)]
-        # A loader that has one for its persistent workers begins anew by it in each epoch.
-        _report_iterators(tuple(str(name) for name, one in held if name != "_iterator" and _reads_a_loader(one)))
-    return {**rng_state(device), "own": own}
-
-
-def _reads_a_loader(value: Iterator[Any]) -> bool:
-    """Whether an iterator is one over a DataLoader, a function with `yield` that has one, or any `cycle`."""
+def _reads_a_loader(value: Any) -> bool:
+    """Whether a value is an iterator over a DataLoader, a function with `yield` that has one, or any `cycle`."""
     if isinstance(value, GeneratorType) and value.gi_frame is not None:
         within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
         return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
@@ -72,7 +54,7 @@ def _reads_a_loader(value: Iterator[Any]) -> bool:
 
 
 def _is_of_loader(value: Any) -> bool:
-    return type(value).__module__.startswith(("torch.utils.data.", "torchdata.")) and isinstance(value, Iterator)
+    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
 @cache
@@ -80,30 +62,10 @@ def _report_iterators(names: tuple[str, ...]) -> None:
     if names:
         log.warning(
             "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
-            "resumed run begins anew: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
+            "resumed run begins again: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
             "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
             printable(first_of(names)),
         )
-
-
-def set_states_with(owners: Mapping[str, Any], state: dict[str, Any], device: torch.device) -> list[str]:
-    """Restore what `states_with` returned; a generator that an owner does not have yet is made.
-
-    Returns:
-        the names of generators that are not there, or are of another kind.
-    """
-    set_rng_state(state, device)
-    held = named_generators(owners)
-    own = [(owner, name, one) for owner, states in state.get("own", {}).items() for name, one in states.items()]
-    for owner, name, saved in own:
-        if owner in owners and name not in held.get(owner, {}):
-            put_generator(owners[owner], name, generator_like(saved))
-    held = named_generators(owners)
-    return [
-        f"{name} of {owner}"
-        for owner, name, saved in own
-        if name not in held.get(owner, {}) or not set_generator_state(held[owner][name], saved)
-    ]
 
 
 def without_generators(state: Any) -> Any:
@@ -124,16 +86,6 @@ def with_generators(saved: Any, current: Any) -> Any:
     return current if is_generator(current) else saved
 
 
-def report_lacking(names: Sequence[str]) -> None:
-    """Say that a program does not have generators of which a checkpoint has the states."""
-    if names:
-        log.warning(
-            "random generators of the checkpoint that this program does not have, or has of another kind: their states "
-            "are not restored: %s",
-            printable(first_of(names)),
-        )
-
-
 @contextmanager
 def isolated_with(
     owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device, keeps_new: bool = False
@@ -151,9 +103,8 @@ def isolated_with(
             yield
         finally:
             for owner, held in named_generators({} if keeps_new else owners).items():
-                for path, one in held.items():
-                    if id(one) not in own:
-                        take_back(owners[owner], path, contents)
+                for path in [path for path, one in held.items() if id(one) not in own]:
+                    take_back(owners[owner], path, contents)
 
 
 class Generators:
@@ -179,13 +130,40 @@ class Generators:
     def state(self, saves: bool = False) -> dict[str, Any]:
         """Return the states of all generators as data.
 
-        `saves`: for a checkpoint; see `states_with`.
+        Args:
+            saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so
+                once.
         """
-        return states_with(self._owners(), self._strategy.device, saves)
+        contents: dict[int, dict[Any, Any]] = {}
+        own = {
+            owner: {name: state for name, one in held.items() if (state := generator_state(one))}
+            for owner, held in named_generators(self._owners(), contents).items()
+        }
+        if saves:
+            entries = [entry for inside in contents.values() for entry in inside.items()]
+            # A loader that has one for its persistent workers begins again by it in each epoch.
+            _report_iterators(tuple(str(name) for name, one in entries if name != "_iterator" and _reads_a_loader(one)))
+        return {**rng_state(self._strategy.device), "own": own}
 
     def set_state(self, state: dict[str, Any]) -> list[str]:
-        """Restore what `state` returned; return the names of generators that are missing."""
-        return set_states_with(self._owners(), state, self._strategy.device)
+        """Restore what `state` returned; a generator that an owner does not have yet is made.
+
+        Returns:
+            the names of generators that are not there, or are of another kind.
+        """
+        set_rng_state(state, self._strategy.device)
+        owners = self._owners()
+        held = named_generators(owners)
+        own = [(owner, name, one) for owner, states in state.get("own", {}).items() for name, one in states.items()]
+        for owner, name, saved in own:
+            if owner in owners and name not in held.get(owner, {}):
+                put_generator(owners[owner], name, generator_like(saved))
+        held = named_generators(owners)
+        return [
+            f"{name} of {owner}"
+            for owner, name, saved in own
+            if name not in held.get(owner, {}) or not set_generator_state(held[owner][name], saved)
+        ]
 
     def isolated(self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False) -> AbstractContextManager[None]:
         """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
@@ -205,7 +183,12 @@ class Generators:
             lacking = self.set_state(self.to_restore)
             self.to_restore = None
             self.share()
-            report_lacking(lacking if self._strategy.processes.is_global_zero else [])
+            if lacking and self._strategy.processes.is_global_zero:
+                log.warning(
+                    "random generators of the checkpoint that this program does not have, or has of another kind: "
+                    "their states are not restored: %s",
+                    printable(first_of(lacking)),
+                )
 
     def begin_epoch(self, hooked: bool) -> None:
         """Keep the states before the first hook of an epoch, which a resumed run calls again."""

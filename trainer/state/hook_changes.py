@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -194,8 +194,7 @@ class HookChanges:
             if _same(value, before):
                 to_set[name] = now
             else:
-                words = [repr(one) if _is_plain(one) else "no plain value" for one in (before, now, value)]
-                other.append(f"{name} ({words[0]} at first and {words[1]} in the checkpoint, {words[2]} now)")
+                other.append(name)
         self._write(to_set)
         if other:
             log.warning(
@@ -224,18 +223,15 @@ class HookChanges:
 
     def kept(self) -> Callable[[], None]:
         """Return a function that puts back the values of now."""
-        before, parts = self._read(), {path for path, _ in self._module.named_modules()}
+        return partial(self._write_back, self._read(), {path for path, _ in self._module.named_modules()})
 
-        def put_back() -> None:
-            # A part that is new is left as it is, and so is its content.
-            now = {
-                name: one for name, one in self._read().items() if name in before or name.rpartition(".")[0] in parts
-            }
-            target = {**dict.fromkeys(now, _ABSENT), **before}
-            # Some attributes cannot be set, such as a property without a setter.
-            self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})
-
-        return put_back
+    def _write_back(self, before: Mapping[str, Any], parts: Collection[str]) -> None:
+        """Set all values as they were before; parts of the module that are new by then stay, with their values."""
+        now = self._read()
+        new = [name for name in now if name not in before and name.rpartition(".")[0] in parts]
+        target = {**dict.fromkeys(new, _ABSENT), **before}
+        # Some attributes cannot be set, such as a property without a setter.
+        self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})
 
     def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.

@@ -40,9 +40,10 @@ _DEEPEST, _MANY = 4, 1000
 """Levels of containers in containers, and items of one, up to which what is in them is kept, too."""
 _LEVEL_OF_DATA = 2
 """The level at which streams count, because data can hold many containers: fewer levels of them are looked into."""
-_CONTAINERS = (OrderedDict, dict, deque, list, set)
-# No subclasses, which may do more than store; a tuple cannot change, but what is in it can.
-_PLAIN = (*_CONTAINERS, defaultdict, Counter, tuple, np.ndarray, torch.Tensor)
+# A tuple cannot change, but what is in it can.
+_CONTAINERS = (OrderedDict, dict, deque, list, set, tuple)
+# No subclasses, which may do more than store.
+_PLAIN = (*_CONTAINERS, defaultdict, Counter, np.ndarray, torch.Tensor)
 _NOT_USERS = frozenset({"torch", "numpy", "trainer", *sys.stdlib_module_names})
 """Packages whose objects are not looked into, but for modules and namespaces."""
 
@@ -61,38 +62,28 @@ class Uncopied:
 
 @contextmanager
 def no_trace(run: Run) -> Iterator[None]:
-    """Restore on exit what `keep` keeps, and the random generators: the global ones, those that the user's objects
-    hold, and those of the data that are evaluated, with the places of streams in their attributes."""
-    of_data = [one for loader in run.loaders.evaluated.values() for one in loader.generators()]
-    with run.generators.isolated(of_data):
-        streams = [one for loader in run.loaders.evaluated.values() for one in loader.streams()]
-        restore = [*keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), keep(run)]
-        try:
-            yield
-        finally:
-            for one in restore:
-                one()
-
-
-def keep(run: Run) -> Restore:
-    """Return a function that puts back what `keep_states` keeps, and all buffers and plain attributes of the module.
+    """Restore on exit what `keep_states` keeps, all buffers and plain attributes of the module, and the random
+    generators: the global ones, those that the user's objects hold, and those of the data that are evaluated, with the
+    places of streams in their attributes.
 
     Plain are numbers, texts, tensors, arrays, and containers of these.
     """
-    restore = [*keep_states(run, looks_inside=False)]
-    for module in run.module.modules():
-        restore += keep_buffers(module, math.inf)
-        if not is_torchmetric(module):  # else it is restored above
-            restore += keep_attributes(module)
+    loaders = run.loaders.evaluated.values()
+    streams = [stream for loader in loaders for stream in loader.streams()]
+    with run.generators.isolated([one for loader in loaders for one in loader.generators()]):
+        restore = [*_keep_values(streams, _SMALL, set(), _LEVEL_OF_DATA), *keep_states(run)]
+        for module in run.module.modules():
+            restore += keep_buffers(module, math.inf)
+            if not is_torchmetric(module):  # else it is restored with the metrics
+                restore += keep_attributes(module, _LARGEST)
+        try:
+            yield
+        finally:
+            for put_back in restore:
+                put_back()
 
-    def put_back() -> None:
-        for one in restore:
-            one()
 
-    return put_back
-
-
-def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
+def keep_states(run: Run, looks_inside: bool = False) -> Iterator[Restore]:
     """Yield functions that put back what a checkpoint has now, but for weights, buffers and large tensors.
 
     Of users' callbacks, data module and module with a state these are the plain attributes.
@@ -102,11 +93,12 @@ def keep_states(run: Run, looks_inside: bool) -> Iterator[Restore]:
     """
     yield run.hook_changes.kept()
     yield kept_torchmetrics(run.metrics)
-    seen = {id(one) for one in (run.module.trainer, *run.module.modules())} if looks_inside else None
-    yield from keep_users(run, seen)
+    yield from keep_users(
+        run, {id(one) for one in (run.module.trainer, *run.module.modules())} if looks_inside else None
+    )
     for optimizer in run.optimizers:
-        yield from keep_values([optimizer.param_groups], _LARGE)
-        yield from keep_values([optimizer.state], _SMALL)
+        yield from _keep_values([optimizer.param_groups], _LARGE)
+        yield from _keep_values([optimizer.state], _SMALL)
     for config in run.scheduler_configs:
         state = config.scheduler.state_dict()
         copied = with_generators(deepcopy(without_generators(state)), state)  # which others may hold, too
@@ -118,34 +110,29 @@ def keep_users(run: Run, seen: set[int] | None = None) -> Iterator[Restore]:
 
     `seen`: as for `keep_attributes`.
     """
-    for owner in _users_with_a_state(run):
-        yield from keep_attributes(owner, _LARGE, seen)
-
-
-def _users_with_a_state(run: Run) -> Iterator[Any]:
-    """Yield the user's callbacks, data module and parts of the module, if a checkpoint has what they return."""
+    owners: list[Any] = []
     for callback in run.callbacks:
         kind = type(callback)
         methods = (kind.state_dict, kind.on_save_checkpoint)
         if methods != (Callback.state_dict, Callback.on_save_checkpoint) and not kind.__module__.startswith("trainer."):
-            yield callback
+            owners.append(callback)
     if run.datamodule is not None and run.datamodule.overrides("state_dict"):
-        yield run.datamodule
+        owners.append(run.datamodule)
     if run.module.overrides("on_save_checkpoint"):
-        yield from (part for part in run.module.modules() if not is_torchmetric(part))
+        owners += [part for part in run.module.modules() if not is_torchmetric(part)]
+    for owner in owners:
+        yield from keep_attributes(owner, _LARGE, seen)
 
 
 def keep_buffers(module: nn.Module, largest: float) -> Iterator[Restore]:
     """Yield functions that put back the buffers of a module without its parts, and the values of those no larger."""
     if type(module._buffers) is dict:  # not the table of a scripted module
         yield partial(_put_items, dict, module._buffers, dict(module._buffers))
-    for buffer in module._buffers.values():
-        yield from () if buffer is None else _keep_tensor(buffer, largest)
+    for buffer in module.buffers(recurse=False):
+        yield from _keep_tensor(buffer, largest)
 
 
-def keep_attributes(
-    owner: Any, largest: float = _LARGEST, seen: set[int] | None = None, depth: int = 0
-) -> Iterator[Restore]:
+def keep_attributes(owner: Any, largest: float, seen: set[int] | None = None, depth: int = 0) -> Iterator[Restore]:
     """Yield functions that put back the plain attributes of an object.
 
     Args:
@@ -160,7 +147,7 @@ def keep_attributes(
         if _is_plain(value) or (seen is not None and _may_have_a_state(value))
     }
     yield partial(_put_attributes, owner, kept)
-    yield from keep_values(kept.values(), largest, seen, depth)
+    yield from _keep_values(kept.values(), largest, seen, depth)
 
 
 def _keep_object(owner: Any, largest: float, seen: set[int], depth: int) -> Iterator[Restore]:
@@ -202,7 +189,7 @@ def _keep_tensor(value: torch.Tensor, largest: float) -> Iterator[Restore]:
         yield partial(_put_values, value, value.detach().clone()) if copied else Uncopied(value, value._version)
 
 
-def keep_values(
+def _keep_values(
     values: Collection[Any], largest: float, seen: set[int] | None = None, depth: int = 0
 ) -> Iterator[Restore]:
     """Yield functions that restore what containers, tensors, arrays and perhaps objects contain."""
@@ -212,9 +199,7 @@ def keep_values(
             yield from _keep_tensor(value, largest)
         elif kind is np.ndarray:
             yield from _keep_array(value, largest)
-        elif isinstance(value, tuple):
-            yield from keep_values(value, largest, seen, depth + 1)
-        elif isinstance(value, _CONTAINERS) and (kind in _PLAIN or seen is not None):
+        elif isinstance(value, tuple) or kind in _PLAIN or (seen is not None and isinstance(value, _CONTAINERS)):
             yield from _keep_container(value, largest, seen, depth)
         if seen is not None and kind not in _PLAIN and _may_have_a_state(value):
             yield from _keep_object(value, largest, seen, depth + 1)
@@ -228,8 +213,9 @@ def _keep_array(value: Any, largest: float) -> Iterator[Restore]:
 def _keep_container(value: Any, largest: float, seen: set[int] | None, depth: int) -> Iterator[Restore]:
     """Yield functions that put back what a container has, and what is in that."""
     base: Any = next(one for one in _CONTAINERS if isinstance(value, one))
-    yield partial(_put_items, base, value, base(value))
-    yield from keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
+    if base is not tuple:
+        yield partial(_put_items, base, value, base(value))
+    yield from _keep_values(value.values() if isinstance(value, dict) else value, largest, seen, depth + 1)
 
 
 def _is_plain(value: Any) -> bool:

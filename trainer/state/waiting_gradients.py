@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
+from trainer.optimizers import parameters_of
 from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
         return []  # there are none: another method of the optimizer has used them, or `zero_grad` has dropped them
     if not (stored and manual.synced) and len(run.optimizers) == 1 and run.progress.step > 0:
         log.warning(
-            "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r %s. A resume from it is "
-            "not exact; one from a step in which the optimizer steps is.",
+            "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r does not show all of "
+            "them. A resume from it is not exact; one from a step in which the optimizer steps is.",
             run.progress.step,
             run.strategy.name,
-            "has those of one process only (sync_grad=False)" if stored else "does not show them",
         )
     return saved if stored else []
 
@@ -47,7 +46,7 @@ def gradients_of(strategy: Strategy, optimizer: Optimizer, wait: bool) -> dict[s
     holder = _holder(optimizer)
     if wait:
         strategy.scale_gradients(optimizer)  # a resumed run knows the loss scale of now alone
-    for parameter in _parameters(optimizer) if wait else ():
+    for parameter in parameters_of([optimizer]) if wait else ():
         if parameter.grad is not None:
             holder.state[parameter][_GRADIENT] = parameter.grad
     return strategy.optimizer_state(holder)
@@ -77,7 +76,7 @@ def _holder(optimizer: Optimizer) -> Optimizer:
 
 def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
     """Whether the strategy saves what the state of an optimizer has, instead of that of an engine."""
-    first = _parameters(holder)[0]
+    first = parameters_of([holder])[0]
     holder.state[first][_GRADIENT] = first.detach()
     shows = _holds_gradients(strategy.optimizer_state(holder))
     holder.state.clear()
@@ -86,7 +85,3 @@ def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
 
 def _holds_gradients(saved: dict[str, Any]) -> bool:
     return any(_GRADIENT in state for state in saved["state"].values())
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

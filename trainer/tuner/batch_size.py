@@ -14,8 +14,8 @@ import torch
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError
+from trainer.model.compile import compilations
 from trainer.model.memory_limit import is_out_of_memory, limited_memory
-from trainer.model.recompilation import compilations
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
