@@ -410,8 +410,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         except AssertionError as error:
             raise ConfigError(
                 "DeepSpeed reduces each gradient once per micro-batch, and its check of that failed: leave "
-                "loss.backward() out of training_step, and return the sum of the losses. (With activation checkpointing "
-                f"of your own: use_reentrant=False.)\nDeepSpeed said: {error}"
+                "loss.backward() out of training_step, and return the sum of the losses. (With activation "
+                f"checkpointing of your own: use_reentrant=False.)\nDeepSpeed said: {error}"
             ) from error
 
     def unscale(self, optimizer: Optimizer) -> None:
