@@ -175,7 +175,7 @@ def train(case: Case) -> dict[str, torch.Tensor] | str:
     except ConfigError as error:
         return f"after {steps} steps: {error}"
     except Exception:  # of this case alone
-        return traceback.format_exc()
+        return f"after {steps} steps: {traceback.format_exc()}"
     return trainer.full_state_dict(everywhere=True)
 
 
