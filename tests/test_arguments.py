@@ -91,7 +91,6 @@ def test_every_argument_takes_what_its_annotation_says_or_refuses_it_with_a_mess
         (PredictionWriter, "max_shard_size", 0),
         (ThroughputMonitor, "items_per_batch", -3),
         (ModelCheckpoint, "verbose", "yes"),
-        (ModelCheckpoint, "monitor", ""),
         (ModelCheckpoint, "filename", "x" * 240),
         (ModelCheckpoint, "filename", "{epoch:0300d}"),
         (ModelCheckpoint, "filename", "{epoch:99999999999999999999d}"),

@@ -404,8 +404,15 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         order = self._order.of(BACKWARD) if self._packs_at_once else NULL_CONTEXT
-        with local_rank_env(self._device_number), self._refusing.paused(), order:
-            self.engine.backward(loss, scale_wrt_gas=False)
+        try:
+            with local_rank_env(self._device_number), self._refusing.paused(), order:
+                self.engine.backward(loss, scale_wrt_gas=False)
+        except AssertionError as error:
+            raise ConfigError(
+                "DeepSpeed reduces each gradient once per micro-batch, and its check of that failed: leave "
+                "loss.backward() out of training_step, and return the sum of the losses. (With activation "
+                f"checkpointing of your own: use_reentrant=False.)\nDeepSpeed said: {error}"
+            ) from error
 
     def unscale(self, optimizer: Optimizer) -> None:
         pass

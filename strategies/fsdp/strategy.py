@@ -169,9 +169,9 @@ class FSDPStrategy(DistributedStrategy):
         self._places: dict[tuple[nn.Module, str], Any] = {}
         """These records by the modules that hold the parameter, and its names there."""
         self._gathered_in_evaluation: GatheredStates | None = None
-        """What an evaluation inside `fit` has gathered; None: no evaluation."""
+        """The parameters that an evaluation inside `fit` has gathered; None: no evaluation."""
         self._gathered_at_start: GatheredStates = []
-        """What had been gathered before a step when it began; when its window began, if weights stay gathered in it."""
+        """The parameters that were gathered when a step began; when its window began, if they stay gathered in it."""
         self._hooks: list[RemovableHandle] | None = None
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
 
@@ -850,7 +850,7 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class Applied(NamedTuple):
-    """What a run has made of a module, for later runs, which may have another strategy object."""
+    """A module that a run has sharded, for later runs, which may have another strategy object."""
 
     split: SplitModel
     processes: int

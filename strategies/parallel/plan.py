@@ -192,7 +192,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
     wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
-    raise_problems([*[*filter(None, wrong)][:3], *_heads(module, parts)], type(module).__name__)
+    raise_problems([*[*filter(None, wrong)][:1], *_heads(module, parts)], type(module).__name__)
     return found
 
 

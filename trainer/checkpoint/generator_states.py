@@ -21,7 +21,7 @@ _MAXIMA = {
     "state": 2**128 - 1,
     "inc": 2**128 - 1,
 }
-"""The maxima of the integers in the states of numpy's generators; the minima are 0."""
+"""The maxima of the integers in the states of numpy's generators; the minima are 0. XLA's state is one of 64 bits."""
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _DEVICES = ("cuda", "mps", "xpu")
@@ -113,7 +113,7 @@ def _kind_of(like: Any, name: str = "") -> Kind:
         return Array(torch.int64, like.shape)  # so `rng_state` writes words of 32 bits
     if isinstance(like, (np.ndarray, torch.Tensor)):
         return Array(like.dtype, tuple(like.shape))
-    return Integer(0, _MAXIMA[name]) if isinstance(like, int) else type(like)
+    return Integer(0, _MAXIMA.get(name, 2**64 - 1)) if isinstance(like, int) else type(like)
 
 
 def _python_problem(given: Any) -> str | None:

@@ -95,7 +95,7 @@ def plan_save(
     for key, content in keys.items():
         if content.tensors and process_group.rank == 0:
             files[f"{key}.safetensors"] = content.tensors
-        own = [name for name, shard in content.shards.items() if shard.extent.numel] if content.shards else ()
+        own = [name for name, shard in content.shards.items() if shard.extent.numel]
         if own:
             files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
@@ -223,17 +223,15 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     if not final.name or final.name.startswith(".") or "\0" in str(final):
         raise CheckpointError(f"{str(final)!r} is not a name for a checkpoint: give one that does not begin with '.'")
     try:
-        in_use = storage_of(final).path_in_use(final)
-        inside = checkpoints_in(final) if in_use and overwrite else []
-        is_checkpoint = in_use and not final.is_symlink() and is_committed(final)
+        if not storage_of(final).path_in_use(final):
+            return False
+        is_checkpoint = overwrite and not final.is_symlink() and is_committed(final)
+        inside = checkpoints_in(final) if is_checkpoint else []
     except (OSError, ReadError) as error:
         raise WriteError(f"cannot write the checkpoint {final}: {reason(error)}") from error
-    if not in_use:
-        return False
-    if not overwrite:
-        raise CheckpointError(f"{final} exists, and is not replaced. Give another name, or delete it before.")
     if not is_checkpoint:
-        raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not overwritten. Give another name.")
+        what = "is not a checkpoint, so it is not overwritten" if overwrite else "is not replaced"
+        raise CheckpointError(f"{final} exists, and {what}. Give another name, or delete it before.")
     if inside:
         raise CheckpointError(f"{final} is not replaced: the checkpoint {inside[0]} in it would be deleted. Move that.")
     return True
