@@ -25,7 +25,7 @@ from trainer.errors import (
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -53,7 +53,7 @@ def run_command(
     arguments: list[str],
     examples: str,
     act: Callable[[Job], None],
-    prepare: Callable[[Configuration], None] | None = None,
+    prepare: Callable[[Recipe], None] | None = None,
 ) -> int:
     """Run a command. Returns the exit code.
 
@@ -112,7 +112,7 @@ def run_command(
     return _run(act, Job(trainer, module, data, *start, options.config), traced)
 
 
-def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
+def _load(command: str, options: Options, findings: Diagnostics) -> Recipe:
     if not options.config and not options.overrides and not findings.problems:
         raise ConfigError(
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "

@@ -26,7 +26,7 @@ from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
 
 EXAMPLES = """\
 examples:
@@ -77,7 +77,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | None]:
+def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
@@ -93,7 +93,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | Non
 
 
 def _checks(
-    given: argparse.Namespace, configuration: Configuration | None, arguments: list[str], first_here: bool
+    given: argparse.Namespace, configuration: Recipe | None, arguments: list[str], first_here: bool
 ) -> Iterator[CheckResult]:
     """Run all checks; `first_here`: also those that one process does for its machine."""
     from trainer.cli.doctor.collectives import collectives

@@ -22,7 +22,7 @@ from trainer.names.misses import words_for
 
 if TYPE_CHECKING:
     from trainer.cli.estimate.module import EstimateInput
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
     from trainer.precision import Precision
 
 SIZES = {
@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _print_strategies(
-    given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Configuration | None
+    given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Recipe | None
 ) -> int:
     from trainer.cli.estimate.report import as_data, report
 
@@ -175,7 +175,7 @@ def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
 
 
 def _layouts(
-    given: argparse.Namespace, configuration: Configuration | None, precision: Precision
+    given: argparse.Namespace, configuration: Recipe | None, precision: Precision
 ) -> tuple[dict[str, Layout], str | None]:
     """Return the layouts to print by label, and the label of the configuration's strategy."""
     from trainer.cli.estimate.layouts import layout_of, strategy_rows
@@ -216,7 +216,7 @@ def _is_hugging_face(path: str) -> bool:
         return False
 
 
-def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
+def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Recipe:
     from trainer.config.read import read
 
     if given.precision is not None:
