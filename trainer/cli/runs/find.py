@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ OF_CHECKPOINTS = (
     *(".tmp-*", ".old-*", ".del-*"),  # left by a process that was killed
 )
 """Files by which a folder of checkpoints is known, as patterns."""
+METRICS_SHOWN = 3
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
@@ -204,6 +205,11 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
             with suppress(TypeError, ValueError):
                 point = step, float(row[name])
                 found.setdefault(name, []).append(point)
+
+
+def main_metrics(names: Iterable[str]) -> list[str]:
+    """Return the names of a few metrics for a table, those of validation first."""
+    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
 def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
