@@ -166,8 +166,6 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     wanted, syncs, _ = _with_plugins(settings)
     precision, sync_batchnorm = resolve_precision(wanted), settings.sync_batchnorm or syncs
-    if sync_batchnorm and device_type == "cpu" and devices * num_nodes > 1:
-        found.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
     found += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
     found += _cannot_try_a_batch(settings, strategy, device_type)
     compilation = read_compile(settings.compile)

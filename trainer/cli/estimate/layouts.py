@@ -34,20 +34,19 @@ def layout_of(strategy: Strategy) -> Layout:
     """
     options = vars(strategy)
     shards = strategy.shards_state or "auto_wrap_policy" in options
-    sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
-    reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
-    parts = options.get("layout")
-    degrees = {} if parts is None else {name: getattr(parts, name) for name in SPLITS}
+    sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh") or (None, None)
+    degrees = {name: getattr(options.get("layout"), name, 1) for name in SPLITS}
+    keeps = sharding == "SHARD_GRAD_OP" or degrees["pipeline"] > 1
+    reshard, offload = options.get("reshard_after_forward"), {True: "cpu"}.get(options.get("cpu_offload", False))
     return Layout(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
-        readers=mesh[1] if mesh else None,
-        keep_gathered=reshard is False
-        or (reshard is None and (sharding == "SHARD_GRAD_OP" or degrees.get("pipeline", 1) > 1)),
+        readers=mesh[1],
+        keep_gathered=keeps if reshard is None else reshard is False,
         reduce_each=options.get("accumulate_unsharded") is False,
-        offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
-        offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
+        offload_weights=options.get("offload_parameters", offload) in ("cpu", "nvme"),
+        offload_optimizer=options.get("offload_optimizer", offload) in ("cpu", "nvme"),
         keys=options.get("context_exchange") == "keys",
         **degrees,
     )
