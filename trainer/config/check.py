@@ -312,7 +312,9 @@ class Checker:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
         if isinstance(node.value, list):
             return [partial(self._items, annotation=one, path=path) for one in forms.lists]
-        parts = [partial(self._entries, annotation=one, path=path) for one in forms.mappings]
+        parts: list[Callable[[Node], Any]] = [
+            partial(self._entries, annotation=one, path=path) for one in forms.mappings
+        ]
         if not (forms.objects or forms.calls):
             return parts
         if node.named is not None and not wants_text(node.named.value, annotation):

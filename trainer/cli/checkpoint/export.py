@@ -158,7 +158,7 @@ def _held(state: Mapping[str, Any], ema: bool) -> dict[str, Any]:
         ConfigError: the checkpoint has no average.
         CheckpointError: it has no weights.
     """
-    weights = state.get("model") if ema else evaluated_weights(state)
+    weights: Any = state.get("model") if ema else evaluated_weights(state)
     average = state.get("average") if ema else {}
     require(weights, {str: object}, "'model'")
     if not isinstance(average, dict):

@@ -135,7 +135,7 @@ def _condition(text: str, known: list[str]) -> Callable[[RunSummary], bool]:
     name, compare, wanted = _require_known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
 
     def holds(one: RunSummary) -> bool:
-        value = values_of(one).get(name)
+        value: Any = values_of(one).get(name)
         try:
             return compare(float(value), float(wanted))
         except (TypeError, ValueError):

@@ -135,8 +135,9 @@ def _checked(info: dict[str, Any]) -> dict[str, Any]:
     """Return the info of a checkpoint with values of the right kinds, and its state: anybody may have written it."""
     counters = {name: info.get(name) for name in ("step", "epoch", "began", "captured")}
     found: dict[str, Any] = {name: value if _is_number(value) else None for name, value in counters.items()}
-    metrics = info.get("metrics") if isinstance(info.get("metrics"), dict) else {}
-    found["metrics"] = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+    metrics = info.get("metrics")
+    known = metrics.items() if isinstance(metrics, dict) else ()
+    found["metrics"] = {name: float(value) for name, value in known if _is_number(value)}
     state = f"stopped ({info['stopped']})" if isinstance(info.get("stopped"), str) else "unfinished"
     return found | {"state": "finished" if info.get("finished") is True else state}
 
