@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
-    from trainer.optimizers import SchedulerConfig
+    from trainer.optimizers import TimedScheduler
     from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
@@ -125,7 +125,7 @@ def group_names(optimizer: Optimizer) -> list[str]:
 
 
 def named_optimizers(
-    optimizers: Iterable[Optimizer], scheduler_configs: Iterable[SchedulerConfig]
+    optimizers: Iterable[Optimizer], scheduler_configs: Iterable[TimedScheduler]
 ) -> list[tuple[str, Optimizer, str]]:
     """Return (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []

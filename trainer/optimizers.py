@@ -36,7 +36,7 @@ _LIBRARIES = frozenset({"torch", "trainer", *sys.stdlib_module_names} - {"types"
 
 
 @dataclass
-class SchedulerConfig:
+class TimedScheduler:
     """A learning-rate scheduler and its stepping schedule."""
 
     scheduler: Any
@@ -107,7 +107,7 @@ def optimizer_like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Opti
 
 def parse_optimizers(
     configured: Any, module_name: str, automatic: bool = True, calls_step: bool = True
-) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+) -> tuple[list[Optimizer], list[TimedScheduler]]:
     """Return the optimizers and schedulers from any form that `configure_optimizers` may return.
 
     Args:
@@ -160,7 +160,7 @@ def _check_options(optimizer: Optimizer, module_name: str) -> None:
                 )
 
 
-def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:
+def _check_scheduler(config: TimedScheduler, automatic: bool, calls_step: bool) -> None:
     scheduler, kind = config.scheduler, type(config.scheduler).__name__
     if instead := _instead_of_scheduler(scheduler, automatic and calls_step):
         raise ConfigError(f"configure_optimizers gave {_describe(scheduler)} as lr_scheduler. {instead}")
@@ -207,7 +207,7 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
         taken.update({id(p): kind for group in optimizer.param_groups for p in group["params"]})
 
 
-def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+def _read(configured: Any, module_name: str) -> tuple[list[Any], list[TimedScheduler]]:
     if isinstance(configured, Mapping):
         return _read_dict(configured, module_name)
     if isinstance(configured, (list, tuple)):
@@ -226,7 +226,7 @@ def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerC
     return [configured], []
 
 
-def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[TimedScheduler]]:
     known = ("optimizer", "lr_scheduler", "monitor")
     for key in configured:
         if key not in known:
@@ -243,10 +243,10 @@ def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[An
     return [configured["optimizer"]], [] if scheduler is None else [_scheduler(scheduler)]
 
 
-def _scheduler(configured: Any) -> SchedulerConfig:
+def _scheduler(configured: Any) -> TimedScheduler:
     if not isinstance(configured, Mapping):
-        return SchedulerConfig(configured)
-    known = [one.name for one in fields(SchedulerConfig) if one.init]
+        return TimedScheduler(configured)
+    known = [one.name for one in fields(TimedScheduler) if one.init]
     for key in configured:
         if key not in known:
             raise ConfigError(
@@ -254,7 +254,7 @@ def _scheduler(configured: Any) -> SchedulerConfig:
             )
     if "scheduler" not in configured:
         raise ConfigError('the lr_scheduler dict has no "scheduler".')
-    return SchedulerConfig(**configured)
+    return TimedScheduler(**configured)
 
 
 def zero_grad_fast(optimizer: Optimizer) -> None:

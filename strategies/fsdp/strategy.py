@@ -55,7 +55,7 @@ from trainer.strategies.swapped_parameters import (
 from trainer.strategy import (
     DIRECT_BACKWARD,
     UNSCALED_BACKWARD,
-    StepConfig,
+    StepOptions,
     keep_wrapper,
     load_values,
     wrapping_problems,
@@ -195,7 +195,7 @@ class FSDPStrategy(DistributedStrategy):
         precision: Precision,
         device_type: str,
         num_processes: int,
-        config: StepConfig | None = None,
+        config: StepOptions | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
         problems = super().problems(precision, device_type, num_processes, config, module)
@@ -681,7 +681,7 @@ class FSDPStrategy(DistributedStrategy):
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         if config.own_loop:  # which may call its modules in turns
             self._order.end()
         self._is_first_step = True
@@ -713,7 +713,7 @@ class FSDPStrategy(DistributedStrategy):
             )
         return optimizers
 
-    def _refuse_of_split_models(self, optimizers: list[Optimizer], config: StepConfig) -> None:
+    def _refuse_of_split_models(self, optimizers: list[Optimizer], config: StepOptions) -> None:
         """Raise ConfigError for settings with which a model cannot be split over processes."""
         if self.layout and config.compiles_module:
             raise ConfigError(

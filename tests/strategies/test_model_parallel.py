@@ -41,7 +41,7 @@ from trainer.strategies.fsdp.plan_check import PlanCheck
 from trainer.strategies.fsdp.refusals import refuse_collecting
 from trainer.strategies.fsdp.stage_checks import StageChecks
 from trainer.strategies.fsdp.verify import difference_of
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 TWO = ("TP x2", "CP x2", "PP x2")
 """Ways of dividing a model over two processes."""
@@ -1083,7 +1083,7 @@ def refusal(
     block: type[nn.Module],
     options: dict[str, Any],
     length: int = 8,
-    config: StepConfig = StepConfig(),  # noqa: B008
+    config: StepOptions = StepOptions(),  # noqa: B008
     recomputes: bool = False,
     precision: str = "32-true",
 ) -> str:
@@ -1116,7 +1116,7 @@ def refuse_all() -> dict[str, str]:
     found["compiled around blocks"] = refusal(CompiledAround, Attending, TP, recomputes=True)
     found["layers, not verified"] = refusal(Planned, Fused, {**TP, "verify": False})
     found["sequences, not verified"] = refusal(Small, Convolved, {**CP, "verify": False})
-    as_one = StepConfig(compiles_module=True)
+    as_one = StepOptions(compiles_module=True)
     return found | {"compiled as one": refusal(Planned, Attending, TP, config=as_one)}
 
 

@@ -225,7 +225,7 @@ def _data(
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
     from trainer.runs.preflight_checks import check_call
-    from trainer.runs.resolved_config import step_config
+    from trainer.runs.resolved_config import step_options
 
     subject = "module"
     try:
@@ -243,7 +243,7 @@ def _data(
         make_loaders(run, {"train": None, "val": None})
         assert run.train_loader is not None
         settings, subject = config.settings, "strategy"
-        known = step_config(settings, micro_batch_size=run.train_loader.batch_size)
+        known = step_options(settings, micro_batch_size=run.train_loader.batch_size)
         where = config.precision, config.device_type, config.num_processes
         raise_problems(config.strategy.problems(*where, known, module), "fit")
     except ConfigError as error:

@@ -25,7 +25,7 @@ from trainer.runs.hook_checks import (
     parameters_of,
     uncalled_methods,
 )
-from trainer.runs.resolved_config import ResolvedConfig, step_config
+from trainer.runs.resolved_config import ResolvedConfig, step_options
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
@@ -155,7 +155,7 @@ def check_call(
     if stage == "fit":
         settings = config.settings
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
-        steps = step_config(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
+        steps = step_options(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
