@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.messages import raises_recorded
 from trainer import ConfigError, Trainer, TrainModule
 
 
@@ -79,13 +79,13 @@ def fit(module: Any, *loaders: Any, trainer: Trainer | None = None, **arguments:
 def refused(
     call: Callable[[], Any], *parts: str, steps: int = 0, error: type[Exception] = ConfigError, not_in: str = ""
 ) -> str:
-    """Check that `call` is refused with a message that has all `parts`, after `steps` calls of `training_step`.
+    """Check that `call` is refused in the words of the snapshot, with all `parts`, after `steps` training steps.
 
     A refusal in the first step or before it leaves no run directory; any refusal leaves no checkpoint or log.
     """
     Net.steps = 0
     before = set(Path("runs").rglob("*"))
-    with pytest.raises(error) as caught:
+    with raises_recorded(error) as caught:
         call()
     text = str(caught.value)
     for part in parts:

@@ -44,86 +44,48 @@ def assigned(name: str, value: Any) -> Net:
     return module
 
 
-MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a plain module": (lambda: fit(nn.Linear(4, 1)), ["trainer.TrainModule", "got a Linear"]),
-    "a class": (lambda: fit(Net), ["an object of a subclass of trainer.TrainModule"]),
-    "a wrapped module": (lambda: fit(nn.DataParallel(Net())), ["trainer.TrainModule", "got a DataParallel"]),
-    "a compiled module": (
-        lambda: fit(torch.compile(Net(), backend="eager")),
-        ["torch.compile(module)", "compile=True"],
+MODULES: dict[str, Callable[[], Any]] = {
+    "a plain module": lambda: fit(nn.Linear(4, 1)),
+    "a class": lambda: fit(Net),
+    "a wrapped module": lambda: fit(nn.DataParallel(Net())),
+    "a compiled module": lambda: fit(torch.compile(Net(), backend="eager")),
+    "loader and module exchanged": lambda: quiet().fit(loader(), Net()),
+    "nothing defined": lambda: fit(TrainModule()),
+    "names misspelt": lambda: fit(Misspelt()),
+    "super().__init__ forgotten": lambda: fit(Forgot()),
+    "super().__init__ forgotten, with layers": ForgotLayer,
+    "hook misspelt": lambda: fit(net(on_train_epoch_ends=lambda self: None)),
+    "hook of callbacks only": lambda: fit(net(on_checkpoint_saved=lambda self, path: None)),
+    "hooks of old": lambda: fit(
+        net(
+            training_epoch_end=lambda self, outputs: None,
+            on_epoch_end=lambda self: None,
+        )
     ),
-    "loader and module exchanged": (lambda: quiet().fit(loader(), Net()), ["first", "got a DataLoader"]),
-    "nothing defined": (
-        lambda: fit(TrainModule()),
-        ["2 problems", "training_step(self, batch, batch_idx)", "configure_optimizers(self)", "torch.optim.AdamW"],
+    "hook with outputs": lambda: fit(net(on_train_epoch_end=lambda self, outputs: None)),
+    "hook with a callback's arguments": lambda: fit(
+        net(on_train_batch_end=lambda self, trainer, module, outputs, batch, batch_idx: None)
     ),
-    "names misspelt": (
-        lambda: fit(Misspelt()),
-        ["Did you mean 'training_step'?", "Did you mean 'configure_optimizers'?"],
+    "setup without stage": lambda: fit(net(setup=lambda self: None)),
+    "step with optimizer_idx": lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
+    "validation with four arguments": lambda: fit(
+        net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()
     ),
-    "super().__init__ forgotten": (lambda: fit(Forgot()), ["Forgot.__init__", "super().__init__()"]),
-    "super().__init__ forgotten, with layers": (ForgotLayer, ["ForgotLayer.__init__", "super().__init__()"]),
-    "hook misspelt": (
-        lambda: fit(net(on_train_epoch_ends=lambda self: None)),
-        ["Mine.on_train_epoch_ends", "Did you mean 'on_train_epoch_end'?"],
-    ),
-    "hook of callbacks only": (
-        lambda: fit(net(on_checkpoint_saved=lambda self, path: None)),
-        ["Mine.on_checkpoint_saved", "Use a callback, which has this hook."],
-    ),
-    "hooks of old": (
-        lambda: fit(
-            net(
-                training_epoch_end=lambda self, outputs: None,
-                on_epoch_end=lambda self: None,
-            )
-        ),
-        ["2 problems", "Use on_train_epoch_end", "append what is needed to a list of the module"],
-    ),
-    "hook with outputs": (
-        lambda: fit(net(on_train_epoch_end=lambda self, outputs: None)),
-        ["takes (outputs)", "define on_train_epoch_end(self)"],
-    ),
-    "hook with a callback's arguments": (
-        lambda: fit(net(on_train_batch_end=lambda self, trainer, module, outputs, batch, batch_idx: None)),
-        ["define on_train_batch_end(self, outputs, batch, batch_idx)"],
-    ),
-    "setup without stage": (lambda: fit(net(setup=lambda self: None)), ["define setup(self, stage)"]),
-    "step with optimizer_idx": (
-        lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
-        ["training_step takes (batch, batch_idx, optimizer_idx)", "define training_step(self, batch, batch_idx)"],
-    ),
-    "validation with four arguments": (
-        lambda: fit(net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()),
-        ["define validation_step(self, batch, batch_idx, dataloader_idx=0)"],
-    ),
-    "number instead of a method": (lambda: fit(assigned("num_items", 100)), ["num_items", "type int", "another name"]),
-    "device assigned": (lambda: assigned("device", "cuda"), ["self.device", "self.my_device"]),
-    "hparams assigned": (lambda: assigned("hparams", {"lr": 1}), ["hparams is not assigned", "save_hyperparameters("]),
-    "validate without a step": (
-        lambda: quiet().validate(TrainModule(), loader()),
-        ["no validation_step", "define validation_step(self, batch, batch_idx)"],
-    ),
-    "test without a step": (
-        lambda: quiet().test(Net(), loader()),
-        ["no test_step", "test_step(self, batch, batch_idx)"],
-    ),
-    "predict without anything": (lambda: quiet().predict(TrainModule(), loader()), ["predict_step", "forward"]),
-    "callback class of the module": (
-        lambda: fit(net(configure_callbacks=lambda self: [Data])),
-        ["configure_callbacks", "is not a Callback"],
-    ),
-    "module callbacks forgotten": (
-        lambda: fit(net(configure_callbacks=lambda self: None)),
-        ["configure_callbacks: None", "or a list"],
-    ),
+    "number instead of a method": lambda: fit(assigned("num_items", 100)),
+    "device assigned": lambda: assigned("device", "cuda"),
+    "hparams assigned": lambda: assigned("hparams", {"lr": 1}),
+    "validate without a step": lambda: quiet().validate(TrainModule(), loader()),
+    "test without a step": lambda: quiet().test(Net(), loader()),
+    "predict without anything": lambda: quiet().predict(TrainModule(), loader()),
+    "callback class of the module": lambda: fit(net(configure_callbacks=lambda self: [Data])),
+    "module callbacks forgotten": lambda: fit(net(configure_callbacks=lambda self: None)),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module(name: str) -> None:
-    call, parts = MODULES[name]
-    refused(call, *parts)
+    call = MODULES[name]
+    refused(call)
 
 
 # -- what training_step returns ----------------------------------------------------------------------------------------
@@ -137,31 +99,30 @@ def returning(value: Callable[[Any, torch.Tensor], Any]) -> Net:
     return net(training_step=training_step)
 
 
-RETURNED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
-    "a number": (lambda self, loss: 1, ["type int", "a tensor with one element"]),
-    "its item": (lambda self, loss: loss.item(), ["type float", "a tensor with one element", "Leave out .item()"]),
-    "a vector": (lambda self, loss: torch.stack([loss, loss]), ["shape (2,)", "loss.mean()"]),
-    "detached": (lambda self, loss: loss.detach(), ["without a gradient", ".detach()"]),
-    "a dict without it": (lambda self, loss: {"los": loss}, ['without "loss"', "los", 'Return {"loss": loss']),
-    "a tuple": (lambda self, loss: (loss, 1), ["type tuple", "a tensor with one element"]),
+RETURNED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a number": lambda self, loss: 1,
+    "its item": lambda self, loss: loss.item(),
+    "a vector": lambda self, loss: torch.stack([loss, loss]),
+    "detached": lambda self, loss: loss.detach(),
+    "a dict without it": lambda self, loss: {"los": loss},
+    "a tuple": lambda self, loss: (loss, 1),
 }
 
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_training_step_returns(name: str) -> None:
-    value, parts = RETURNED[name]
-    refused(lambda: fit(returning(value)), *parts, steps=1)
+    value = RETURNED[name]
+    refused(lambda: fit(returning(value)), steps=1)
 
 
 def test_loss_that_is_not_a_number() -> None:
-    parts = ("training_step returned the loss nan", "not finite", "learning rate")
     module = returning(lambda self, loss: loss * float("nan"))
-    refused(lambda: fit(module, trainer=quiet(detect_anomaly=True)), *parts, steps=1)
+    refused(lambda: fit(module, trainer=quiet(detect_anomaly=True)), steps=1)
 
 
 def test_backward_inside_training_step() -> None:
     module = returning(lambda self, loss: (loss.backward(), loss)[1])
-    refused(lambda: fit(module), "The trainer calls backward for you", "returns the loss", steps=1)
+    refused(lambda: fit(module), steps=1)
 
 
 # -- configure_optimizers ----------------------------------------------------------------------------------------------
@@ -189,53 +150,34 @@ def pair(self: nn.Module) -> Any:
     return optimizer, StepLR(optimizer, 1)
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "None": (lambda self: None, ["returned None", "Did you forget 'return'?", "torch.optim.AdamW"]),
-    "a class": (lambda self: SGD, ["gave the class SGD", "torch.optim.AdamW(self.parameters(), lr=...)"]),
-    "a name": (lambda self: "adam", ["gave a str", "torch.optim.AdamW"]),
-    "an empty list": (lambda self: [], ["returned no optimizer", "torch.optim.AdamW"]),
-    "a key misspelt": (lambda self: {"optimiser": sgd(self)}, ["'optimiser'", "Did you mean 'optimizer'?", "Allowed"]),
-    "a key of the scheduler": (
-        lambda self: {"optimizer": sgd(self), "scheduler": 1},
-        ["'scheduler'", "Did you mean 'lr_scheduler'?"],
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "None": lambda self: None,
+    "a class": lambda self: SGD,
+    "a name": lambda self: "adam",
+    "an empty list": lambda self: [],
+    "a key misspelt": lambda self: {"optimiser": sgd(self)},
+    "a key of the scheduler": lambda self: {"optimizer": sgd(self), "scheduler": 1},
+    "no parameters": lambda self: SGD([], lr=0.1),
+    "frozen parameters": frozen,
+    "parameter of nobody": lambda self: SGD([nn.Parameter(torch.ones(3))], lr=0.1),
+    "parameter of two": lambda self: [sgd(self), sgd(self)],
+    "a pair": pair,
+    "plateau without monitor": with_scheduler(ReduceLROnPlateau),
+    "scheduler key misspelt": with_scheduler(
+        lambda optimizer: {"scheduler": StepLR(optimizer, 1), "intervall": "step"}
     ),
-    "no parameters": (lambda self: SGD([], lr=0.1), ["nothing to train", "frozen at the start", "nn.ModuleList"]),
-    "frozen parameters": (frozen, ["SGD", "no parameter that requires a gradient", "frozen"]),
-    "parameter of nobody": (
-        lambda self: SGD([nn.Parameter(torch.ones(3))], lr=0.1),
-        ["shape (3,)", "not in Mine", "self.<name> = ..."],
-    ),
-    "parameter of two": (lambda self: [sgd(self), sgd(self)], ["in two optimizers", "Give each its own"]),
-    "a pair": (pair, ["gave a StepLR", '{"optimizer": optimizer, "lr_scheduler": scheduler}']),
-    "plateau without monitor": (with_scheduler(ReduceLROnPlateau), ["ReduceLROnPlateau", '"monitor": "val_loss"']),
-    "scheduler key misspelt": (
-        with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "intervall": "step"}),
-        ["'intervall'", "Did you mean 'interval'?", "frequency"],
-    ),
-    "interval misspelt": (
-        with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "interval": "batch"}),
-        ["interval='batch'", "'epoch' and 'step'"],
-    ),
-    "never": (
-        with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "frequency": 0}),
-        ["frequency=0", "integer from 1"],
-    ),
-    "scheduler class": (with_scheduler(lambda optimizer: StepLR), ["the class StepLR", "StepLR(optimizer, 10)"]),
-    "scheduler of another optimizer": (
-        lambda self: {"optimizer": sgd(self), "lr_scheduler": StepLR(sgd(self), 1)},
-        ["made for another SGD", "the same object to both"],
-    ),
-    "LBFGS and another": (
-        lambda self: [torch.optim.LBFGS([self.layer.weight]), SGD([self.layer.bias], lr=0.1)],
-        ["LBFGS", "the only optimizer"],
-    ),
+    "interval misspelt": with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "interval": "batch"}),
+    "never": with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "frequency": 0}),
+    "scheduler class": with_scheduler(lambda optimizer: StepLR),
+    "scheduler of another optimizer": lambda self: {"optimizer": sgd(self), "lr_scheduler": StepLR(sgd(self), 1)},
+    "LBFGS and another": lambda self: [torch.optim.LBFGS([self.layer.weight]), SGD([self.layer.bias], lr=0.1)],
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_configure_optimizers(name: str) -> None:
-    configure_optimizers, parts = OPTIMIZERS[name]
-    refused(lambda: fit(net(configure_optimizers=configure_optimizers)), *parts)
+    configure_optimizers = OPTIMIZERS[name]
+    refused(lambda: fit(net(configure_optimizers=configure_optimizers)))
 
 
 def test_scheduler_waits_for_a_value_that_is_never_logged() -> None:
@@ -255,79 +197,59 @@ def test_monitor_next_to_the_scheduler_is_understood() -> None:
 
 EMPTY = TensorDataset(torch.zeros(0, 4), torch.zeros(0, 1))
 
-DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "none": (lambda: quiet().fit(Net()), ["pass train_dataloaders=", "define train_dataloader in Net", "datamodule="]),
-    "a dataset": (lambda: fit(Net(), EMPTY), ["the dataset TensorDataset", "DataLoader(dataset, batch_size=32)"]),
-    "a tensor": (lambda: fit(Net(), torch.zeros(8, 4)), ["a Tensor", "DataLoader(TensorDataset("]),
-    "a loader of a number": (lambda: fit(Net(), DataLoader(7)), ["a int, which has no samples", "a list, a tensor"]),
-    "a loader of a class": (lambda: fit(Net(), DataLoader(Dataset)), ["the class Dataset, which has no samples"]),
-    "a function": (lambda: fit(Net(), loader), ["function", "cannot be iterated", "DataLoader"]),
-    "an empty list": (lambda: fit(Net(), []), ["no batch", "length 0"]),
-    "an empty dataset": (lambda: fit(Net(), loader(0)), ["no batch", "TensorDataset has length 0"]),
-    "all dropped": (lambda: fit(Net(), loader(3, 4, drop_last=True)), ["drop_last=True drops all 3", "batch_size"]),
-    "an empty validation": (lambda: fit(Net(), loader(), loader(0)), ["evaluation loader has no batch", "length 0"]),
-    "no second validation": (
-        lambda: fit(Net(), loader(), [loader(), None]),
-        ["'dataloader_idx_1' is None", "DataLoader"],
+DATA: dict[str, Callable[[], Any]] = {
+    "none": lambda: quiet().fit(Net()),
+    "a dataset": lambda: fit(Net(), EMPTY),
+    "a tensor": lambda: fit(Net(), torch.zeros(8, 4)),
+    "a loader of a number": lambda: fit(Net(), DataLoader(7)),
+    "a loader of a class": lambda: fit(Net(), DataLoader(Dataset)),
+    "a function": lambda: fit(Net(), loader),
+    "an empty list": lambda: fit(Net(), []),
+    "an empty dataset": lambda: fit(Net(), loader(0)),
+    "all dropped": lambda: fit(Net(), loader(3, 4, drop_last=True)),
+    "an empty validation": lambda: fit(Net(), loader(), loader(0)),
+    "no second validation": lambda: fit(Net(), loader(), [loader(), None]),
+    "a generator for three epochs": lambda: fit(Net(), (batch for batch in loader()), trainer=quiet(max_epochs=3)),
+    "validation after the epoch's end": lambda: fit(Net(), loader(), loader(), trainer=quiet(val_check_interval=100)),
+    "fraction of something endless": lambda: fit(
+        Net(), (batch for batch in loader()), trainer=quiet(limit_train_batches=0.5)
     ),
-    "a generator for three epochs": (
-        lambda: fit(Net(), (batch for batch in loader()), trainer=quiet(max_epochs=3)),
-        ["only once", "more than one epoch", "max_epochs=1"],
+    "less than a batch": lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),
+    "a data module's class": lambda: quiet().fit(Net(), datamodule=Data),
+    "a loader as a data module": lambda: quiet().fit(Net(), datamodule=loader()),
+    "both": lambda: fit(Net(), datamodule=Data()),
+    "a data module's method misspelt": lambda: quiet().fit(
+        Net(), datamodule=type("Data", (DataModule,), {"train_loader": loader})()
     ),
-    "validation after the epoch's end": (
-        lambda: fit(Net(), loader(), loader(), trainer=quiet(val_check_interval=100)),
-        ["val_check_interval=100", "4 training batches", "smaller number"],
+    "a data module's setup without stage": lambda: quiet().fit(
+        Net(), datamodule=type("Mine", (Data,), {"setup": lambda self: None})()
     ),
-    "fraction of something endless": (
-        lambda: fit(Net(), (batch for batch in loader()), trainer=quiet(limit_train_batches=0.5)),
-        ["0.5 is a fraction", "has no length", "int"],
-    ),
-    "less than a batch": (
-        lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),
-        ["0.01 of the 4 batches", "at least 0.25"],
-    ),
-    "a data module's class": (lambda: quiet().fit(Net(), datamodule=Data), ["trainer.DataModule"]),
-    "a loader as a data module": (
-        lambda: quiet().fit(Net(), datamodule=loader()),
-        ["trainer.DataModule", "got a DataLoader"],
-    ),
-    "both": (lambda: fit(Net(), datamodule=Data()), ["loaders and a datamodule", "only one"]),
-    "a data module's method misspelt": (
-        lambda: quiet().fit(Net(), datamodule=type("Data", (DataModule,), {"train_loader": loader})()),
-        ["Data.train_loader", "Did you mean 'train_dataloader'?"],
-    ),
-    "a data module's setup without stage": (
-        lambda: quiet().fit(Net(), datamodule=type("Mine", (Data,), {"setup": lambda self: None})()),
-        ["define setup(self, stage)"],
-    ),
-    "a transfer hook that returns nothing": (
-        lambda: fit(net(on_after_batch_transfer=lambda self, batch, dataloader_idx: None)),
-        ["on_after_batch_transfer returned None", "'return batch'"],
+    "a transfer hook that returns nothing": lambda: fit(
+        net(on_after_batch_transfer=lambda self, batch, dataloader_idx: None)
     ),
 }
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_data(name: str) -> None:
-    call, parts = DATA[name]
-    refused(call, *parts)
+    call = DATA[name]
+    refused(call)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def test_half_weights_in_mixed_precision() -> None:
-    parts = ("'bf16-mixed'", "float32", "'layer.weight'", "precision='bf16-true'")
-    refused(lambda: fit(Net().half(), trainer=quiet(precision="bf16-mixed")), *parts)
+    refused(lambda: fit(Net().half(), trainer=quiet(precision="bf16-mixed")))
 
 
 def test_data_of_another_dtype_than_the_weights() -> None:
     batches = [[part.double() for part in batch] for batch in loader()]
-    refused(lambda: fit(Net(), batches), "batch.float()", "Trainer(precision=...)", "Double", steps=1)
+    refused(lambda: fit(Net(), batches), steps=1)
 
 
 def test_a_last_batch_of_one_sample_under_a_batch_norm() -> None:
     """The even split of a short global batch gives such batches, too."""
     module = net(forward=lambda self, x: nn.functional.batch_norm(self.layer(x), None, None, training=True))
     data = DataLoader(TensorDataset(torch.ones(5, 4), torch.zeros(5, 1)), 2)
-    refused(lambda: fit(module, data), "A batch has one sample, with which BatchNorm", "drop_last=True", steps=3)
+    refused(lambda: fit(module, data), steps=3)
