@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainer.cli.collisions import collisions
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
-from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
+from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse, recipe_of
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
 from trainer.errors import (
@@ -118,12 +118,7 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Recipe:
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    from trainer.config.read import read
-
-    tree = read(options.config, options.overrides, findings)
-    from trainer.config.loading import load
-
-    configuration = load(tree, findings, command)
+    configuration = recipe_of(options.config, options.overrides, findings, command)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration

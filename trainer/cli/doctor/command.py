@@ -20,6 +20,7 @@ from trainer.cli.options import (
     config_option,
     overrides_of,
     positive,
+    recipe_of,
     reports_errors,
 )
 from trainer.config.tree import Diagnostics
@@ -81,15 +82,10 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
-    if not given.config and not overrides:
-        findings.report()
-        return given, None
-    from trainer.config.read import read
-
-    tree = read(given.config, overrides, findings)
-    from trainer.config.loading import load
-
-    return given, load(tree, findings)
+    if given.config or overrides:
+        return given, recipe_of(given.config, overrides, findings)
+    findings.report()
+    return given, None
 
 
 def _checks(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, positive, reports_errors, size
+from trainer.cli.options import CommandParser, config_option, positive, recipe_of, reports_errors, size
 from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, unknown_name_error
@@ -209,13 +209,8 @@ def _is_hugging_face(path: str) -> bool:
 
 
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Recipe:
-    from trainer.config.read import read
-
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    tree = read(given.config, overrides, findings)
-    from trainer.config.loading import load
-
-    return load(tree, findings)
+    return recipe_of(given.config, overrides, findings)
