@@ -117,22 +117,26 @@ def fitting(
 
 def _splits(model: Transformer, size: ModelSize, setup: Setup) -> Iterator[dict[str, Any]]:
     """Yield the options of the divisions of the GPUs that a model of these sizes allows."""
-    per_machine = setup.per_machine or setup.processes
-    heads, experts = math.gcd(model.heads, model.kv_heads), max(1, model.experts)
+    per_machine, experts = setup.per_machine or setup.processes, max(1, model.experts)
+    heads = math.gcd(model.heads, model.kv_heads)
     divisors = [number for number in range(1, setup.processes + 1) if setup.processes % number == 0]
     tensors = [number for number in divisors if number <= per_machine and heads % number == 0]
-    contexts = [number for number in divisors if model.sequence % number == 0 and model.sequence >= 2 * number]
+    contexts = [number for number in divisors if model.sequence % number == 0 and model.sequence > number]
     pipelines = [number for number in divisors if number <= len(size.blocks)]
     for tensor, context, pipeline, expert in product(tensors, contexts, pipelines, divisors):
         readers, rest = divmod(setup.processes, tensor * context * pipeline)
-        if rest or experts % expert or (experts > 1 and experts % (tensor * expert)):
+        if rest or experts % expert or experts % (tensor * expert if experts > 1 else 1):
             continue
         sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
         options = {f"{name}_parallel": number for name, number in sizes.items() if number > 1}
         yield options
-        here = per_machine // (tensor * context)
-        if 1 < here < readers and readers % here == 0:
-            yield {**options, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (readers // here, here)}
+        yield from _hybrid(options, readers, per_machine // (tensor * context))
+
+
+def _hybrid(options: dict[str, Any], readers: int, here: int) -> Iterator[dict[str, Any]]:
+    """Yield the options with shards among those readers that are `here`, on one machine, if there are several."""
+    if 1 < here < readers and readers % here == 0:
+        yield {**options, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (readers // here, here)}
 
 
 def _sent(model: Transformer, layout: Layout, size: ModelSize, setup: Setup) -> tuple[int, int]:

@@ -115,11 +115,16 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
-    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
+    one.hyperparameters = _hyperparameters_of(path, checkpoints / next(iter(infos), ""))
+    return one
+
+
+def _hyperparameters_of(path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return the hyperparameters that a logger has written, or else those of a checkpoint."""
+    saved = read_json(checkpoint / "checkpoint.json").get("hyperparameters")
     saved = saved if isinstance(saved, dict) else {}
     of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
-    one.hyperparameters = flat_names(read_json(path / "hparams.json") or of_owners, ".")
-    return one
+    return flat_names(read_json(path / "hparams.json") or of_owners, ".")
 
 
 def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
