@@ -119,8 +119,9 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
 
 def _facts_to_compare(run: Run, checkpoint: Mapping[str, Any]) -> Facts:
     """Return the facts of a checkpoint; without those of its loaders where this run's were made for a later epoch."""
-    saved = checkpoint.get("facts", {}) | facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
-    saved |= {"callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks", {}))}
+    saved: Facts = {**checkpoint.get("facts", {})}
+    of_call = facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
+    saved = {**saved, **of_call, "callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks", {}))}
     if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch):
         return saved
     return {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
