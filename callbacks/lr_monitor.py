@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
-    from trainer.optimizers import SchedulerConfig
+    from trainer.optimizers import TimedScheduler
     from trainer.trainer import Trainer
 
 
@@ -106,12 +106,12 @@ def group_names(optimizer: Optimizer) -> list[str]:
 
 
 def named_optimizers(
-    optimizers: Collection[Optimizer], scheduler_configs: Iterable[SchedulerConfig]
+    optimizers: Collection[Optimizer], scheduler_configs: Iterable[TimedScheduler]
 ) -> list[tuple[str, Optimizer, str]]:
     """Return (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []
     used: Counter[str] = Counter()
-    configs: dict[int, list[SchedulerConfig]] = {}
+    configs: dict[int, list[TimedScheduler]] = {}
     for config in scheduler_configs:
         configs.setdefault(id(getattr(config.scheduler, "optimizer", None)), []).append(config)
     order = [*configs, *map(id, optimizers)]

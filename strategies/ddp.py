@@ -19,7 +19,7 @@ from trainer.module import TrainModule
 from trainer.precision import is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategies.swapped_parameters import changed_alike
-from trainer.strategy import SkippedBatch, StepConfig
+from trainer.strategy import SkippedBatch, StepOptions
 
 
 class _DDPForward(StepForward):
@@ -104,7 +104,7 @@ class DDPStrategy(DistributedStrategy):
             self.processes.broadcast([*module.parameters(), *module.buffers()])
         self._trained[self] = None
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         if self.wrapped is not None and self._flags() != self._wrapped_flags:  # by configure_optimizers
             self.parameters_changed("", optimizers)
         return super().setup_optimizers(optimizers, config)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from trainer.strategy import StepConfig, Strategy
+from trainer.strategy import StepOptions, Strategy
 
 
 class SingleDeviceStrategy(Strategy):
@@ -21,7 +21,7 @@ class SingleDeviceStrategy(Strategy):
     Without a reference they are freed with the graph of each loss, and the next forward creates them again.
     DistributedDataParallel keeps them, too."""
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._accumulators = tuple(get_gradient_edge(parameter).node for parameter in trained)
         return super().setup_optimizers(optimizers, config)

@@ -238,10 +238,14 @@ def number_of(argument: str, function: Callable[..., object], *args: Any) -> flo
 
 
 @functools.cache
-def hints_of(init: Any, cls: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a constructor by argument; `Any` for one that cannot be evaluated."""
+def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
+    """Return the evaluated annotations of a constructor by argument; `Any` for one that cannot be evaluated.
+
+    Args:
+        extras: with `Annotated`, and the like.
+    """
     try:
-        return get_type_hints(init, include_extras=True)
+        return get_type_hints(init, include_extras=extras)
     except Exception:  # a name known to type checkers only: take the annotations one by one
         hints = {}
         known = {**vars(builtins), **vars(typing), **vars(collections.abc), **vars(sys.modules[cls.__module__])}

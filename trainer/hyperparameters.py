@@ -468,7 +468,7 @@ _CONTENT: dict[type, Callable[[Any], Any]] = {
     range: lambda value: (value.start, value.stop, value.step),
     datetime.timedelta: datetime.timedelta.total_seconds,
 }
-"""What is stored of values of these classes; the items of a list or dict are stored by their own classes."""
+"""The content of values of these classes; the items of a list or dict are stored by their own classes."""
 _DETAILS: dict[type, Callable[[Any], Any]] = {
     deque: lambda value: value.maxlen,
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
@@ -660,7 +660,8 @@ def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in stored.items():
         options = options_of(hints.get(name))
         made: list[Any] = [Path(value)] if isinstance(value, str) and Path in options else []
-        made += [one for kind in options if isinstance(kind, enum.EnumMeta) for one in kind if as_stored(one) == value]
+        enumerations: list[Any] = [kind for kind in options if isinstance(kind, enum.EnumMeta)]
+        made += [one for kind in enumerations for one in kind if as_stored(one) == value]
         if made and type(value) not in options:
             values[name] = made[0]
     return values

@@ -35,7 +35,7 @@ _LIBRARIES = frozenset({"torch", "trainer", *sys.stdlib_module_names} - {"types"
 
 
 @dataclass
-class SchedulerConfig:
+class TimedScheduler:
     """A learning-rate scheduler and its stepping schedule."""
 
     scheduler: Any
@@ -106,7 +106,7 @@ def optimizer_like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Opti
 
 def parse_optimizers(
     configured: Any, module_name: str, automatic: bool = True, calls_step: bool = True
-) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+) -> tuple[list[Optimizer], list[TimedScheduler]]:
     """Return the optimizers and schedulers from any form that `configure_optimizers` may return.
 
     Args:
@@ -144,7 +144,7 @@ def parse_optimizers(
     return optimizers, schedulers
 
 
-def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:
+def _check_scheduler(config: TimedScheduler, automatic: bool, calls_step: bool) -> None:
     kind = type(config.scheduler).__name__
     methods = ("state_dict", "load_state_dict", *(["step"] if automatic and calls_step else []))
     is_other = isinstance(config.scheduler, type | Optimizer)
@@ -190,7 +190,7 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
         taken.update({id(p): kind for group in optimizer.param_groups for p in group["params"]})
 
 
-def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+def _read(configured: Any, module_name: str) -> tuple[list[Any], list[TimedScheduler]]:
     """Return the optimizers and schedulers of two lists, or of one or several dicts and optimizers."""
     parts = list(configured) if isinstance(configured, list | tuple) else [configured]
     if len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts):
@@ -208,11 +208,11 @@ def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerC
     return optimizers, schedulers
 
 
-def _scheduler(configured: Any, monitor: str | None = None) -> SchedulerConfig:
+def _scheduler(configured: Any, monitor: str | None = None) -> TimedScheduler:
     options = configured if isinstance(configured, Mapping) else {"scheduler": configured}
-    known = [one.name for one in fields(SchedulerConfig) if one.init]
+    known = [one.name for one in fields(TimedScheduler) if one.init]
     _check_keys(options, "lr_scheduler is a dict", "scheduler", known)
-    return SchedulerConfig(**{"monitor": monitor, **options})
+    return TimedScheduler(**{"monitor": monitor, **options})
 
 
 def _check_keys(given: Mapping[str, Any], subject: str, needed: str, known: Sequence[str]) -> None:

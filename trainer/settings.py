@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -319,9 +318,6 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         value = getattr(settings, name)
         if isinstance(value, float) and not 0 <= value <= 1:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
-    for name in ("gradient_clip_val", "watchdog_seconds", "deadline_margin"):
-        if getattr(settings, name) == math.inf:
-            problems.append(f"{name}=inf: give a finite number, or None.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
     if settings.watchdog_seconds == 0:
@@ -393,13 +389,11 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
         seconds = None
     if isinstance(seconds, timedelta):
         seconds = seconds.total_seconds()
-    if not fits(seconds, float):
+    if not fits(seconds, float) or seconds < 0:
         raise ConfigError(
             f"{name}={duration!r}: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict such as "
-            "{'hours': 2}, or seconds (a number)."
+            "{'hours': 2}, or seconds (a number), from 0."
         )
-    if seconds < 0:
-        raise ConfigError(f"{name}={duration!r}: give a time that is not negative.")
     return float(seconds)
 
 

@@ -42,7 +42,7 @@ from trainer.seed import seed_accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepOptions:
     """The settings that a strategy may need for a step. None: not set, or not known yet."""
 
     accumulate_grad_batches: int | None = None
@@ -126,7 +126,7 @@ class Strategy(ChecksArguments, Answers):
         precision: Precision,
         device_type: str,
         num_processes: int,
-        config: StepConfig | None = None,
+        config: StepOptions | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
         """Return the problems of a run with this strategy, as sentences that name the fix. No process is started.
@@ -223,7 +223,7 @@ class Strategy(ChecksArguments, Answers):
         self.precision.convert_module(module)
         move_module(module, self.device)
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         """Prepare the optimizers; return those that the loop uses."""
         return optimizers
 

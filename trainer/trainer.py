@@ -52,7 +52,7 @@ from trainer.names.aliases import Alias
 from trainer.names.misses import Answers, refuse_to_set
 from trainer.names.paths import answer_further_names
 from trainer.names.states import TrainerState, state_of
-from trainer.optimizers import SchedulerConfig, copy_gradients
+from trainer.optimizers import TimedScheduler, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.runs.compare_ranks import compare
 from trainer.runs.describe import PrintedText, describe
@@ -1122,7 +1122,7 @@ class Trainer:
         return [] if self._manual is None else self._manual.optimizers()
 
     @property
-    def scheduler_configs(self) -> list[SchedulerConfig]:
+    def scheduler_configs(self) -> list[TimedScheduler]:
         """The schedulers of `fit` with their stepping schedules."""
         return self._last.scheduler_configs
 

@@ -38,7 +38,7 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
+class AgreedSettings:
     """The settings that a configuration has to agree with. None: not set, or not known yet."""
 
     stage: int | None = None
@@ -95,7 +95,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return section
 
 
-def config_problems(config: Mapping[str, Any], settings: TrainerSettings) -> list[str]:
+def config_problems(config: Mapping[str, Any], settings: AgreedSettings) -> list[str]:
     """Return everything wrong with a configuration that can be seen with what is known, one sentence each.
 
     Needs DeepSpeed, starts nothing, and may be asked before there are processes, optimizers or data.
@@ -103,7 +103,7 @@ def config_problems(config: Mapping[str, Any], settings: TrainerSettings) -> lis
     return key_problems(config) or CompletedConfig(config, settings).problems
 
 
-def resolve_config(config: Mapping[str, Any], settings: TrainerSettings) -> CompletedConfig:
+def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> CompletedConfig:
     """Return the complete configuration as DeepSpeed gets it, without any `"auto"`.
 
     Values that the settings leave open are DeepSpeed's defaults. The sections "optimizer" and "scheduler" are left
@@ -129,7 +129,7 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 class CompletedConfig:
     """A configuration with what follows from the settings filled in, and where it contradicts them."""
 
-    def __init__(self, config: Mapping[str, Any], settings: TrainerSettings) -> None:
+    def __init__(self, config: Mapping[str, Any], settings: AgreedSettings) -> None:
         self.config: dict[str, Any] = copy.deepcopy(dict(config))
         self.settings = settings
         self.notes: list[str] = []

@@ -14,7 +14,7 @@ from trainer.module import TrainModule
 from trainer.optimizers import optimizers_inside, with_modes
 from trainer.precision import Precision, has_statistics, multiplies_buffers
 from trainer.strategies.optimizer_trials import is_elementwise
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
@@ -150,7 +150,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
     )
 
 
-def step_problems(name: str, config: StepConfig) -> list[str]:
+def step_problems(name: str, config: StepOptions) -> list[str]:
     """Return why the engine cannot make the steps: it clips by the norm, and flattens what trains at the start."""
     return _those_found(
         (

@@ -28,7 +28,7 @@ from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.call_order import BACKWARD, CallOrder
 from trainer.strategies.deepspeed.config import (
-    TrainerSettings,
+    AgreedSettings,
     config_problems,
     hidden_size_of,
     read_config,
@@ -83,7 +83,7 @@ from trainer.strategies.swapped_parameters import (
     unchanged_while_gathered,
     without_hooks,
 )
-from trainer.strategy import StepConfig, load_values, override_problems
+from trainer.strategy import StepOptions, load_values, override_problems
 
 log = logging.getLogger("trainer")
 Offload = Literal[False, "cpu", "nvme"]
@@ -168,7 +168,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         precision: Precision,
         device_type: str,
         num_processes: int,
-        config: StepConfig | None = None,
+        config: StepOptions | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
         problems = super().problems(precision, device_type, num_processes, config, module)
@@ -193,11 +193,11 @@ class DeepSpeedStrategy(DistributedStrategy):
             problems += unsupported_problems(self.name, self.stage, module)
         if self.config or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
-            problems += config_problems(self.config, self._settings(precision, num_processes, config or StepConfig()))
+            problems += config_problems(self.config, self._settings(precision, num_processes, config or StepOptions()))
         return problems
 
-    def _settings(self, precision: Precision, world_size: int, config: StepConfig, **known: Any) -> TrainerSettings:
-        return TrainerSettings(
+    def _settings(self, precision: Precision, world_size: int, config: StepOptions, **known: Any) -> AgreedSettings:
+        return AgreedSettings(
             stage=self.stage,
             offload_optimizer=self.offload_optimizer,
             offload_parameters=self.offload_parameters,
@@ -257,7 +257,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._start(None, in_full_precision(self._resolve(module)))
             self.master_weights = NoMasterWeights(self.engine.optimizer, None)
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
         module, (optimizer,) = self.module, optimizers
         restore_empty(module)
@@ -285,7 +285,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return [optimizer]
 
     def _resolve(
-        self, module: TrainModule, optimizer: Optimizer | None = None, config: StepConfig | None = None
+        self, module: TrainModule, optimizer: Optimizer | None = None, config: StepOptions | None = None
     ) -> dict[str, Any]:
         """Return the configuration of the engine, for training with an optimizer or for evaluation without one.
 
@@ -293,7 +293,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ConfigError: everything that contradicts the trainer.
         """
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
-        settings = self._settings(self.precision, self.processes.world_size, config or StepConfig(), **known)
+        settings = self._settings(self.precision, self.processes.world_size, config or StepOptions(), **known)
         completed = resolve_config(self.config, settings)
         if config is not None and self.processes.is_global_zero:
             for note in completed.notes:

@@ -51,7 +51,7 @@ from trainer.strategies.swapped_parameters import (
 from trainer.strategy import (
     DIRECT_BACKWARD,
     UNSCALED_BACKWARD,
-    StepConfig,
+    StepOptions,
     keep_wrapper,
     load_values,
     wrapping_problems,
@@ -182,7 +182,7 @@ class FSDPStrategy(DistributedStrategy):
         precision: Precision,
         device_type: str,
         num_processes: int,
-        config: StepConfig | None = None,
+        config: StepOptions | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
         problems = super().problems(precision, device_type, num_processes, config, module)
@@ -507,7 +507,7 @@ class FSDPStrategy(DistributedStrategy):
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         if config.own_loop:  # which may call its modules in turns
             self._order.end()
         self._is_first_step = True

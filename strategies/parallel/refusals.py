@@ -19,7 +19,7 @@ from trainer.optimizers import needs_closure
 from trainer.precision import Precision
 from trainer.strategies.fsdp.mesh import ModelSplit
 from trainer.strategies.optimizer_trials import mixes_parameters
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 
 def layout_problems(
@@ -74,7 +74,7 @@ def layout_problems(
     return problems
 
 
-def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepConfig) -> None:
+def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepOptions) -> None:
     """Raise ConfigError for settings of a training with which a model cannot be split so."""
     if layout and config.compiles_module:
         raise ConfigError(

@@ -26,7 +26,7 @@ from trainer.strategies.parallel.refusals import refuse_collecting, refuse_setti
 from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.parallel.verify import Verification
 from trainer.strategies.swapped_parameters import has_compiled
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 if TYPE_CHECKING:
     from trainer.strategies.parallel.plan_check import PlanCheck
@@ -157,7 +157,7 @@ class SplitModel:
         if self.pipeline is not None:
             self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
 
-    def start_training(self, precision: Precision, optimizers: list[Optimizer], config: StepConfig) -> None:
+    def start_training(self, precision: Precision, optimizers: list[Optimizer], config: StepOptions) -> None:
         """Check the windows from here on; a window ends with `end_window`.
 
         Raises:

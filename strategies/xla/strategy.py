@@ -30,7 +30,7 @@ from trainer.strategies.swapped_parameters import SwappedParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
-from trainer.strategy import StepConfig, Strategy, override_problems
+from trainer.strategy import StepOptions, Strategy, override_problems
 
 log = logging.getLogger("trainer")
 
@@ -82,7 +82,7 @@ class XlaStrategy(Strategy):
         precision: Precision,
         device_type: str,
         num_processes: int,
-        config: StepConfig | None = None,
+        config: StepOptions | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
         problem = torch_xla_problem()
@@ -168,7 +168,7 @@ class XlaStrategy(Strategy):
         """Return how a weight or buffer is sharded over the devices."""
         return (None,) * tensor.dim()
 
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
         raise_problems(
             [
                 f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses all of the step anyway: "

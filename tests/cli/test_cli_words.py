@@ -236,8 +236,8 @@ def test_help_on_anything(command: Command, bare: list[str], arguments: list[str
         (["fit", "--module", "mymodel.py:Bare", "--trainer", "a=3"], "error: command line: trainer: given"),  # once
         (["runs"], "arguments are required: COMMAND"),
         (["help", "fsdp", "ddp"], "unexpected 'ddp'"),
-        (["help", "mymodel.py"], "mymodel.py is a file: write file.py:Class. It has: "),
-        (["fit", "--module", "mymodel.py"], "mymodel.py is a file: write file.py:Class."),
+        (["help", "mymodel.py"], "mymodel.py has no class ''. It has: "),
+        (["fit", "--module", "mymodel.py"], "Write file.py:Class."),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "FSDPStrategy"], "Use 'fsdp'. Known:"),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "DDPStrategy"], "Use 'ddp'."),
         (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "zero2"], "Use 'deepspeed_stage_2'. Known:"),

@@ -131,12 +131,6 @@ def test_activations_are_an_estimate_and_say_their_assumptions(command: Command)
     assert few < 0.1 * kept
 
 
-def test_float64_has_no_rows_of_deepspeed(command: Command) -> None:
-    for precision, has_rows in (("64-true", False), ("32-true", True)):
-        found = estimated(command, "--params", "7e9", "--precision", precision)
-        assert any("deepspeed" in row["label"] for row in found["strategies"]) == has_rows
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

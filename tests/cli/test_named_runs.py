@@ -97,7 +97,7 @@ def test_two_runs_are_too_many(runs: Command) -> None:
     files = [f"runs/version_{number}/config.yaml" for number in (0, 1)]
     code, _, err = runs("validate", "--config", *files, "--ckpt-path", "last")
     assert code == 2
-    assert "--ckpt-path last: the configurations of runs" in err
+    assert "--ckpt-path last: several runs are meant" in err
     assert runs("validate", "--config", *files, "--ckpt-path", "runs/version_1")[0] == 0
     for which in ("last", "best"):
         first = runs("validate", "--config", files[0], "--ckpt-path", which)[2].splitlines()[0]
@@ -114,8 +114,7 @@ def test_a_name_beside_the_configuration_of_another_run_is_refused(runs: Command
             config, name = f"runs/version_{number}/config.yaml", "1e3" if number == 0 else "other"
             code, _, err = runs(command, "--config", config, "--name", name, "--ckpt-path", which)
             assert code == 2
-            run = Path(config).absolute().parent
-            assert f"--ckpt-path {which}: the configurations of runs {run}, and --name {name}, mean several runs" in err
+            assert f"--ckpt-path {which}: several runs are meant, by --name or" in err
         assert runs(command, "--config", "runs/version_0/config.yaml", "over.yaml", "--ckpt-path", which)[0] == 2
     config = "runs/version_2/config.yaml"
     assert runs("validate", "--config", config, "--name", "1e3", "--ckpt-path", "last")[0] == 0

@@ -23,7 +23,7 @@ from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage3Strategy,
     DeepSpeedStrategy,
 )
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
 # With the default threshold DeepSpeed would not shard the parameters of a small module.
@@ -150,7 +150,7 @@ class Running:
             strategy.load_module_state(state["model"])
         optimizer = self.module.configure_optimizers()
         self.scheduler = schedule(optimizer)
-        (self.optimizer,) = strategy.setup_optimizers([optimizer], StepConfig(clip_value=CLIP))
+        (self.optimizer,) = strategy.setup_optimizers([optimizer], StepOptions(clip_value=CLIP))
         self.done = 0
         if state is not None:
             strategy.load_optimizer_state(self.optimizer, state["optimizer"])

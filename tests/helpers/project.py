@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainer.config.loading import Configuration, load
+from trainer.config.loading import Recipe, load
 from trainer.config.read import read
 from trainer.config.tree import Diagnostics, Node
 
@@ -12,7 +12,7 @@ Command = Callable[..., tuple[int, str, str]]
 """Runs `trainer ...` with these arguments: gives the exit code, stdout and stderr."""
 
 
-def loaded(*files: str, overrides: Sequence[tuple[str, Node]] = ()) -> Configuration:
+def loaded(*files: str, overrides: Sequence[tuple[str, Node]] = ()) -> Recipe:
     """Return the configuration in these files, checked."""
     findings = Diagnostics()
     return load(read(files, overrides, findings), findings)

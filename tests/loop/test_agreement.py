@@ -44,7 +44,7 @@ from trainer.data.combined_loader import CombinedLoader
 from trainer.data.fingerprints import function_fingerprint
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.model.weights import AbsentParameter
-from trainer.optimizers import SchedulerConfig
+from trainer.optimizers import TimedScheduler
 from trainer.runs import facts
 from trainer.runs.compare_ranks import as_text, compare, describe_tensor
 from trainer.runs.facts import describe_layer, facts_of_optimizers, facts_of_schedulers
@@ -810,7 +810,7 @@ def scheduler_facts(warm_up: int, total: int, step_size: int) -> dict[str, objec
         kinds.LambdaLR(optimizer, schedule(warm_up)),
         kinds.LambdaLR(optimizer, partial(decayed, total=total)),
     ]
-    found = facts_of_schedulers([SchedulerConfig(one) for one in schedulers])
+    found = facts_of_schedulers([TimedScheduler(one) for one in schedulers])
     return {name: as_text(value) for name, value in found}
 
 
@@ -837,7 +837,7 @@ def facts_of(*groups: dict[str, Any], monitor: str | None = None, **options: Any
     module = nn.Sequential(*(nn.Linear(1, 1) for _ in groups))
     named = [{"params": layer.parameters(), **group} for layer, group in zip(module, groups, strict=True)]
     optimizer = torch.optim.Adam(named, **options)
-    schedule = SchedulerConfig(torch.optim.lr_scheduler.StepLR(optimizer, 1), monitor=monitor)
+    schedule = TimedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), monitor=monitor)
     found = [*facts_of_optimizers(module, [optimizer]), *facts_of_schedulers([schedule])]
     return {name: as_text(value) for name, value in found}
 

@@ -16,7 +16,7 @@ from tests.messages import raises_recorded
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies.deepspeed.config import (
-    TrainerSettings,
+    AgreedSettings,
     config_problems,
     hidden_size_of,
     read_config,
@@ -84,7 +84,7 @@ def adamw(**options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([WEIGHT], **{"lr": 3e-4, **options})
 
 
-def run(**facts: Any) -> TrainerSettings:
+def run(**facts: Any) -> AgreedSettings:
     """Return the settings of 2 processes with micro-batches of 4 and windows of 3."""
     known = {
         "precision": PRECISIONS["32-true"],
@@ -95,7 +95,7 @@ def run(**facts: Any) -> TrainerSettings:
         "schedulers": [],
         "hidden_size": 64,
     }
-    return TrainerSettings(**{**known, **facts})
+    return AgreedSettings(**{**known, **facts})
 
 
 def problems_of(given: Any, **facts: Any) -> str:
@@ -115,7 +115,7 @@ def test_a_json_is_taken_unmodified_and_all_its_keys_pass_through(name: str, as_
     (tmp_path / "ds.json").write_text(text)
     facts = run(precision=PRECISIONS[precision], stage=stage)
     read = read_config(str(tmp_path / "ds.json") if as_file else given)
-    assert config_problems(read, TrainerSettings(precision=PRECISIONS[precision])) == []
+    assert config_problems(read, AgreedSettings(precision=PRECISIONS[precision])) == []
 
     resolved = resolve_config(read, facts).config
 
@@ -322,7 +322,7 @@ def test_what_cannot_be_read_is_reported(given: Any, tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_what_is_not_known_yet() -> None:
     given = {**json.loads(ZERO_2), "train_batch_size": 7, "optimizer": {"type": "SGD"}, **WARMUP}
-    assert config_problems(given, TrainerSettings()) == []
+    assert config_problems(given, AgreedSettings()) == []
 
 
 # -- the machine, and DeepSpeed itself ---------------------------------------------------------------------------------

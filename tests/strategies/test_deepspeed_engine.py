@@ -38,7 +38,7 @@ from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage3Strategy,
 )
 from trainer.strategies.single import SingleDeviceStrategy
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
@@ -218,7 +218,7 @@ def refusals() -> dict[str, str]:
         module = Net() if module is None else module
         try:
             strategy.setup_module(module, for_training=True)
-            (optimizer,) = strategy.setup_optimizers(optimizers(module), StepConfig(clip_value=clip_norm))
+            (optimizer,) = strategy.setup_optimizers(optimizers(module), StepOptions(clip_value=clip_norm))
             strategy.clip_gradients(optimizer, 2.0, "norm")
         except ConfigError as error:
             found[name] = str(error)

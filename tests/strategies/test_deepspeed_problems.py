@@ -27,7 +27,7 @@ from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage2OffloadStrategy,
     DeepSpeedStrategy,
 )
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
@@ -43,7 +43,7 @@ class Clipping(Net):
 def training_problems(
     strategy: DeepSpeedStrategy, module: nn.Module, window: int, clip: float | None, algorithm: str
 ) -> list[str]:
-    steps = StepConfig(accumulate_grad_batches=window, clip_value=clip, clip_algorithm=algorithm)
+    steps = StepOptions(accumulate_grad_batches=window, clip_value=clip, clip_algorithm=algorithm)
     return strategy.problems(PRECISIONS["32-true"], "cpu", 2, steps, module)
 
 
@@ -60,7 +60,7 @@ def test_what_a_training_cannot_be() -> None:
     assert "Use 'norm', or strategy 'fsdp'" in one
     normed = Net()
     normed.norm = nn.BatchNorm1d(4)
-    (one,) = DeepSpeedStage1Strategy().problems(PRECISIONS["bf16-mixed"], "cpu", 2, StepConfig(), normed)
+    (one,) = DeepSpeedStage1Strategy().problems(PRECISIONS["bf16-mixed"], "cpu", 2, StepOptions(), normed)
     assert "BatchNorms, whose statistics are float32, cannot on CPUs: norm" in one
     window, clipping = training_problems(strategy, Net(), 3, 1.0, "norm")
     assert "gradient_accumulation_steps" in window

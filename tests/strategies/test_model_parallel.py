@@ -41,7 +41,7 @@ from trainer.strategies.parallel.plan_check import PlanCheck
 from trainer.strategies.parallel.refusals import refuse_collecting
 from trainer.strategies.parallel.stage_checks import StageChecks
 from trainer.strategies.parallel.verify import difference_of
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 TWO = ("TP x2", "CP x2", "PP x2")
 """Ways of dividing a model over two processes."""
@@ -1074,7 +1074,7 @@ def refusal(
     block: type[nn.Module],
     options: dict[str, Any],
     length: int = 8,
-    config: StepConfig = StepConfig(),  # noqa: B008
+    config: StepOptions = StepOptions(),  # noqa: B008
     precision: str = "32-true",
 ) -> str:
     """Return the error of a first step, without a Trainer, which would end the other process too."""
@@ -1104,7 +1104,7 @@ def refuse_all() -> dict[str, str]:
     found["odd, with a plan"] = refusal(Sequences, Attending, TP, LENGTHS["odd"])
     found["layers, not verified"] = refusal(Planned, Fused, {**TP, "verify": False})
     found["sequences, not verified"] = refusal(Small, Convolved, {**CP, "verify": False})
-    as_one = StepConfig(compiles_module=True)
+    as_one = StepOptions(compiles_module=True)
     return found | {"compiled as one": refusal(Planned, Attending, TP, config=as_one)}
 
 

@@ -18,7 +18,7 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries
 from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
     from trainer.data.loader import BatchLoader
     from trainer.distributed.process_group import SingleProcess
     from trainer.loop.run import Run
@@ -78,7 +78,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
+def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe, str]:
     """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
@@ -97,7 +97,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
     return given, load(tree, findings), accelerator
 
 
-def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:
+def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:
     """Return the number of processes on each machine, and fill in `given.world_size`."""
     from trainer.cli.estimate.layouts import planned_devices
 
@@ -119,7 +119,7 @@ def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int
 
 
 def _checks(
-    given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
+    given: argparse.Namespace, configuration: Recipe, accelerator: str, per_machine: int
 ) -> Iterator[CheckResult]:
     from trainer.cli.estimate.layouts import layout_of
     from trainer.config.specs import instantiate
@@ -164,7 +164,7 @@ def _checks(
     yield from _memory(given, configuration, strategy.name, layout, per_machine)
 
 
-def _trainer(configuration: Configuration) -> Trainer:
+def _trainer(configuration: Recipe) -> Trainer:
     """Return a trainer with the configuration's arguments, but for one process on the CPU."""
     from trainer.config.specs import instantiate
     from trainer.trainer import Trainer
@@ -175,9 +175,7 @@ def _trainer(configuration: Configuration) -> Trainer:
     return Trainer(**{**arguments, **here})
 
 
-def _layout(
-    configuration: Configuration, config: ResolvedConfig, world: int, per_machine: int
-) -> Iterator[CheckResult]:
+def _layout(configuration: Recipe, config: ResolvedConfig, world: int, per_machine: int) -> Iterator[CheckResult]:
     """Report how the strategy lays the module out over the processes."""
     from trainer.cli.estimate.module import build_without_memory
     from trainer.distributed.fake_process_group import fake_process_group
@@ -202,7 +200,7 @@ def _layout(
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def _bubble(configuration: Configuration, layout: Layout) -> Iterator[CheckResult]:
+def _bubble(configuration: Recipe, layout: Layout) -> Iterator[CheckResult]:
     """Report how long the stages of a pipeline wait for each other."""
     from trainer.cli.estimate.layouts import planned_window
     from trainer.model.pipeline_stages import bubble
@@ -215,7 +213,7 @@ def _bubble(configuration: Configuration, layout: Layout) -> Iterator[CheckResul
 
 
 def _data(
-    configuration: Configuration, config: ResolvedConfig, adopt: Callable[[Run], object], look: bool
+    configuration: Recipe, config: ResolvedConfig, adopt: Callable[[Run], object], look: bool
 ) -> Iterator[CheckResult]:
     """Report the problems that `fit` would raise; with `look`, also how the samples are split into steps.
 
@@ -227,7 +225,7 @@ def _data(
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
     from trainer.runs.preflight_checks import check_call
-    from trainer.runs.resolved_config import step_config
+    from trainer.runs.resolved_config import step_options
 
     subject = "module"
     try:
@@ -245,7 +243,7 @@ def _data(
         make_loaders(run, {"train": None, "val": None})
         assert run.train_loader is not None
         settings, subject = config.settings, "strategy"
-        known = step_config(settings, micro_batch_size=run.train_loader.batch_size)
+        known = step_options(settings, micro_batch_size=run.train_loader.batch_size)
         where = config.precision, config.device_type, config.num_processes
         raise_problems(config.strategy.problems(*where, known, module), "fit")
     except ConfigError as error:
@@ -261,7 +259,7 @@ def _data(
     yield CheckResult("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
 
 
-def _bare(configuration: Configuration) -> Any:
+def _bare(configuration: Recipe) -> Any:
     """Return the module on the meta device, for data modules and loaders that use it."""
     import torch
 
@@ -295,7 +293,7 @@ def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterato
 
 
 def _memory(
-    given: argparse.Namespace, configuration: Configuration, name: str, layout: Layout, per_machine: int
+    given: argparse.Namespace, configuration: Recipe, name: str, layout: Layout, per_machine: int
 ) -> Iterator[CheckResult]:
     """Report the memory of each process, by the formulas of `trainer estimate`."""
     from trainer.cli.estimate.layouts import planned_window

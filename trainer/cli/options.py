@@ -20,6 +20,7 @@ from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
+    from trainer.config.loading import Recipe
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
 ALIASES = {"seed": "trainer.seed"}
@@ -167,6 +168,22 @@ def make_parser(command: str, summary: str) -> CommandParser:
     if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
     return parser
+
+
+def recipe_of(
+    files: list[str], overrides: list[tuple[str, Node]], findings: Diagnostics, command: str = "fit"
+) -> Recipe:
+    """Read files and command line, and check them.
+
+    Raises:
+        ConfigError: lists the problems of names, before torch is imported; else those of classes and values.
+    """
+    from trainer.config.read import read
+
+    tree = read(files, overrides, findings)
+    from trainer.config.loading import load
+
+    return load(tree, findings, command)
 
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:

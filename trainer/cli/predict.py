@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainer.cli.run import Job, run_command
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
 
 EXAMPLES = """\
   trainer predict --config runs/version_0/config.yaml --ckpt-path best
@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
     return run_command("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
 
 
-def _write_predictions(configuration: Configuration) -> None:
+def _write_predictions(configuration: Recipe) -> None:
     from trainer.callbacks.prediction_writer import PredictionWriter
 
     configuration.add_callback(PredictionWriter)

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_y
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     return RayOptions(**values)
 
 
-def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
+def fit_on_ray(options: RayOptions, configuration: Recipe) -> int:
     """Train in Ray's workers and wait for them. Returns the exit code: 0, or 1 after more than `max_failures` failures.
 
     Raises:
@@ -111,7 +111,7 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
     return 0
 
 
-def _root(options: RayOptions, configuration: Configuration) -> str:
+def _root(options: RayOptions, configuration: Recipe) -> str:
     """Return the folder of the run directories, which is the same for all workers."""
     if options.storage_path is None or "default_root_dir" in configuration.trainer:
         root = configuration.trainer.get("default_root_dir", Settings.default_root_dir)

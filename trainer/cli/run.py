@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainer.cli.collisions import collisions
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
-from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
+from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse, recipe_of
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
 from trainer.errors import (
@@ -25,7 +25,7 @@ from trainer.errors import (
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -53,7 +53,7 @@ def run_command(
     arguments: list[str],
     examples: str,
     act: Callable[[Job], None],
-    prepare: Callable[[Configuration], None] | None = None,
+    prepare: Callable[[Recipe], None] | None = None,
 ) -> int:
     """Run a command. Returns the exit code.
 
@@ -112,18 +112,13 @@ def run_command(
     return _run(act, Job(trainer, module, data, *start, options.config), traced)
 
 
-def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
+def _load(command: str, options: Options, findings: Diagnostics) -> Recipe:
     if not options.config and not options.overrides and not findings.problems:
         raise ConfigError(
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    from trainer.config.read import read
-
-    tree = read(options.config, options.overrides, findings)
-    from trainer.config.loading import load
-
-    configuration = load(tree, findings, command)
+    configuration = recipe_of(options.config, options.overrides, findings, command)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration

@@ -43,7 +43,7 @@ NAMES: dict[str, str] = {
     "LRSchedulerConfigType": "trainer.compat.types:LRSchedulerConfigType",
     "LRSchedulerTypeUnion": "typing:Any",
     "LRSchedulerPLType": "typing:Any",
-    "LRSchedulerConfig": "trainer.optimizers:SchedulerConfig",
+    "LRSchedulerConfig": "trainer.optimizers:TimedScheduler",
     "_PATH": "trainer.compat.types:_PATH",
     "MisconfigurationException": "trainer.errors:ConfigError",
     "SIGTERMException": "SystemExit: after a signal the step is completed and saved, and fit raises SystemExit(143)",

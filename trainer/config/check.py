@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_origin, is_typeddict
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.arguments import whole_number
+from trainer.arguments import hints_of, whole_number
 from trainer.callback import Callback, available_callbacks
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
@@ -312,7 +312,9 @@ class Checker:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
         if isinstance(node.value, list):
             return [partial(self._items, annotation=one, path=path) for one in forms.lists]
-        parts = [partial(self._entries, annotation=one, path=path) for one in forms.mappings]
+        parts: list[Callable[[Node], Any]] = [
+            partial(self._entries, annotation=one, path=path) for one in forms.mappings
+        ]
         if not (forms.objects or forms.calls):
             return parts
         if node.named is not None and not wants_text(node.named.value, annotation):
@@ -346,7 +348,7 @@ class Checker:
 
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
-            hints, given = get_type_hints(annotation), entries(node)
+            hints, given = hints_of(annotation, annotation, extras=False), entries(node)
             missing = sorted(annotation.__required_keys__ - given.keys())
             for name in (*missing, *(given.keys() - hints.keys())):
                 problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"

@@ -15,8 +15,8 @@ from trainer.arguments import local_path
 from trainer.checkpoint.directory import POINTERS, versions
 from trainer.config.check import missing_arguments
 from trainer.config.files import to_yaml
-from trainer.config.loading import Configuration, checkpoint_of, record_of
-from trainer.errors import ConfigError
+from trainer.config.loading import Recipe, checkpoint_of, record_of
+from trainer.errors import ConfigError, first_of
 from trainer.runs.compare_ranks import listed
 from trainer.settings import Settings
 
@@ -25,7 +25,7 @@ _SHOWN = 5
 """Runs, and differences of each, that a message lists."""
 
 
-def choose_run(configuration: Configuration, files: Iterable[str], command: str) -> Iterator[str]:
+def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Iterator[str]:
     """Have the command work in the run that it means, and yield a line that names it where that is not said.
 
     It is the run whose own configuration is among the files, or, for "last" and "best", of the runs below
@@ -57,21 +57,20 @@ def choose_run(configuration: Configuration, files: Iterable[str], command: str)
         yield from _without_runs(configuration, command, root)
 
 
-def _without_runs(configuration: Configuration, command: str, root: Path) -> Iterator[str]:
+def _without_runs(configuration: Recipe, command: str, root: Path) -> Iterator[str]:
     """Begin a training; or take the newest checkpoint of those that scripts have written, if no name is asked for."""
     name, begins = configuration.name, (command, configuration.ckpt_path) == ("fit", "last")
     if name is not None and not begins:
         raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
     if name is not None:
         configuration.ckpt_path = None
-        yield f"no run below {_shown(root)} is called {name!r} yet: the training begins anew"
-    elif begins and not versions(root):
-        yield f"there is no run below {_shown(root)} yet: the training begins anew"
+    if name is not None or (begins and not versions(root)):
+        yield f"there is no run{f' {name!r}' if name else ''} below {_shown(root)} yet: the training begins"
     elif command != "fit":
         any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
 
 
-def _choose(configuration: Configuration, command: str, records: dict[Path, dict[str, Any]], root: Path) -> str:
+def _choose(configuration: Recipe, command: str, records: dict[Path, dict[str, Any]], root: Path) -> str:
     """Have the command work in the nearest of the runs, whose `records` begin with the newest; return a line on it."""
     which = configuration.ckpt_path
     wanted = yaml.safe_load(configuration.recorded)
@@ -85,21 +84,19 @@ def _choose(configuration: Configuration, command: str, records: dict[Path, dict
         kept = {key: records[run][key] for key in ("name", "weights") if key in records[run]}
         configuration.recorded = to_yaml({**kept, **wanted})
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    nearest = f", by the trainer's settings; the newest is {_shown(equal[0])}" if run in equal[1:] else ""
-    return f"--ckpt-path {which} is that of {_shown(run)}{differs or nearest}"
+    return f"--ckpt-path {which} is that of {_shown(run)}{differs}"
 
 
-def _in_named_run(configuration: Configuration, files: Iterable[str], command: str) -> Path | None:
+def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> Path | None:
     """Return the run whose own configuration is among the files, wherever it was moved to, and work in it."""
     which, given = configuration.ckpt_path, map(local_path, files)
     named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [folder for folder in named if _is_run(folder)]
     other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
     if which in POINTERS and (len(runs) > 1 or other_name):
-        name = f", and --name {configuration.name}," if other_name else ""
         raise ConfigError(
-            f"--ckpt-path {which}: the configurations of runs {', '.join(map(str, runs))}{name} mean several runs. "
-            "Give one configuration, without a name, which the run keeps; or the run: --ckpt-path FOLDER."
+            f"--ckpt-path {which}: several runs are meant, by --name or the configurations of {first_of(runs)}. Give "
+            "one configuration, without a name, which the run keeps; or the run: --ckpt-path FOLDER."
         )
     if len(runs) != 1:
         return None
@@ -110,18 +107,14 @@ def _in_named_run(configuration: Configuration, files: Iterable[str], command: s
     return runs[0]
 
 
-def _none_is_equal(configuration: Configuration, command: str, found: dict[Path, list[str]], root: Path) -> str:
+def _none_is_equal(configuration: Recipe, command: str, found: dict[Path, list[str]], root: Path) -> str:
     lines = [f"{_shown(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in found.items()]
-    first = next(iter(found))
-    which = configuration.ckpt_path
-    go_on = f"trainer {command} --config {shlex.quote(_shown(first / 'config.yaml'))} --ckpt-path {which}"
-    anew = f" To begin anew, leave out --ckpt-path {which}, or give the run a name of its own: --name NAME."
+    config, which = _shown(next(iter(found)) / "config.yaml"), configuration.ckpt_path
     return (
         f"--ckpt-path {which}: no run below {_shown(root)} has the module, the data, the optimizer and the seed of "
-        f"this command, with their values."
-        + listed(lines, _SHOWN)
-        + f"\nTo take one of them as it is: {go_on}, and what is to be "
-        f"changed after that.{anew if command == 'fit' else ''}"
+        f"this command, with their values.{listed(lines, _SHOWN)}\nTo take one of them as it is: trainer {command} "
+        f"--config {shlex.quote(config)} --ckpt-path {which}, and what is to be changed after that. To begin a "
+        f"training, leave out --ckpt-path {which}, or give the run a name: --name NAME."
     )
 
 
@@ -132,7 +125,7 @@ def _is_run(folder: Path) -> bool:
     return at_its_place or checkpoint_of(folder, "last") is not None
 
 
-def _differences(configuration: Configuration, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+def _differences(configuration: Recipe, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
     """Yield what differs between the configuration of a run and that of the command, as they were written."""
     there, here = _compared(record), _compared(wanted)
     roots = [str(one["trainer"].get("default_root_dir", ".")) for one in (record, wanted)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import pkgutil
 import sys
@@ -87,18 +86,12 @@ def _names(classes: tuple[type, ...]) -> str:
 
 
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
-    try:
-        with suppress(AttributeError):
-            if name:
-                return attrgetter(name)(module)
-    except Exception as error:  # of the module's own __getattr__
-        raise ConfigError(f"{where}{name} cannot be taken: {one_line_error(error)}") from error
+    with suppress(AttributeError):
+        return attrgetter(name)(module)
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
-    if not name:
-        raise ConfigError(f"{where.rstrip(':.')} is a file: write file.py:Class. It has: {here or 'none'}.")
-    close = did_you_mean(name, [*vars(module)])
-    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{close} It has: {here or f'no {_names(bases)}'}.")
+    close = f"{name!r}.{did_you_mean(name, [*vars(module)])}"
+    raise ConfigError(f"{where.rstrip(':.')} has no class {close} It has: {here or 'none'}. Write file.py:Class.")
 
 
 def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
@@ -112,14 +105,11 @@ def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
 
 
 def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
-    """Return the class itself, if objects of it can be made and are of one of the `bases`."""
+    """Return the class itself, if its objects are of one of the `bases`."""
     if not isinstance(cls, type):
         raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
     if not issubclass(cls, bases):
         raise ConfigError(f"{cls.__qualname__} is not derived from {_names(bases)} (but from {_names(cls.__bases__)}).")
-    if inspect.isabstract(cls):
-        missing = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
-        raise ConfigError(f"{cls.__qualname__} is abstract: it does not define {missing}.")
     return cls
 
 

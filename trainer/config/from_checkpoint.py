@@ -8,7 +8,7 @@ from trainer.checkpoint.directory import POINTERS, locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.config.check import missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
-from trainer.config.loading import Configuration
+from trainer.config.loading import Recipe
 from trainer.config.specs import ClassSpec
 from trainer.config.tree import COMMAND_LINE, Node, Problem, Source, children_of
 from trainer.config.types import is_structured
@@ -16,7 +16,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.hyperparameters import as_given, constructor_arguments, own_and_inside
 
 
-def take_hyperparameters(configuration: Configuration) -> list[str]:
+def take_hyperparameters(configuration: Recipe) -> list[str]:
     """Let the module have the hyperparameters of the checkpoint, but for the arguments that were typed, even in part.
 
     Returns:
@@ -51,7 +51,7 @@ def take_hyperparameters(configuration: Configuration) -> list[str]:
     return lines
 
 
-def _kept_arguments(configuration: Configuration, lines: list[str]) -> dict[str, Any]:
+def _kept_arguments(configuration: Recipe, lines: list[str]) -> dict[str, Any]:
     """Return the arguments of the module that the checkpoint has; `lines` gets one for each that cannot be made again.
 
     Raises:

@@ -31,7 +31,7 @@ from trainer.trainer import Trainer
 
 
 @dataclass
-class Configuration:
+class Recipe:
     """The trainer, module and data of a command, checked as far as can be without building anything."""
 
     trainer: dict[str, Any]
@@ -140,7 +140,7 @@ def chosen_class(tree: Node, key: str) -> type:
     return cls
 
 
-def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Configuration:
+def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
     """Import the classes of a configuration that `read` has returned, and check everything against them.
 
     The module of an evaluation may lack arguments that the hyperparameters of its checkpoint give.
@@ -165,7 +165,7 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Configurati
     ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
     sources = sources_of(given.get("trainer"))
     resolved = escaped(_resolved(tree))
-    return Configuration(
+    return Recipe(
         trainer,
         module,
         data,

@@ -39,7 +39,7 @@ from trainer.seed import seed_generators, seed_readers
 from trainer.settings import Settings
 from trainer.state.hook_changes import HookChanges
 from trainer.strategy import (
-    StepConfig,
+    StepOptions,
     Strategy,
     backward_with,
     for_another_module,
@@ -218,7 +218,7 @@ class Engine(Answers):
         strategy = for_another_module(self._blank) if self._models else self.strategy
         models = len(self._models) + 1 if optimizers or self._optimizers else 1
         config, adapter = self.config, Adapter(module)
-        steps = StepConfig(accumulate_grad_batches=1, own_loop=True, models=models)
+        steps = StepOptions(accumulate_grad_batches=1, own_loop=True, models=models)
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)

@@ -45,7 +45,7 @@ from trainer.metrics.phases import (
 )
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, needs_closure
+from trainer.optimizers import TimedScheduler, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
@@ -54,7 +54,7 @@ from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import StepConfig
+from trainer.strategy import StepOptions
 
 Activity = Literal["sanity checking", "training", "validating"]
 ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
@@ -250,7 +250,7 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
         self.generators = Generators(self._owners, self.strategy)
-        self.scheduler_configs: list[SchedulerConfig] = []
+        self.scheduler_configs: list[TimedScheduler] = []
         self.clock = Clock(config, self.strategy, self.progress, self.loaders)
         session.stage = stage
 
@@ -300,7 +300,7 @@ class Run:
         self.facts, self.identity_of_facts = {**self.facts, **facts}, identity
 
     def set_up_optimizers(
-        self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], config: StepConfig
+        self, optimizers: list[Optimizer], schedulers: list[TimedScheduler], config: StepOptions
     ) -> None:
         """Pass the optimizers to the strategy, and prepare the step."""
         module, strategy = self.module, self.strategy
@@ -624,7 +624,7 @@ class Run:
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
 
-    def new_value(self, config: SchedulerConfig) -> float | None:
+    def new_value(self, config: TimedScheduler) -> float | None:
         """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""
         assert config.monitor is not None
         self.read_metrics()
@@ -776,7 +776,7 @@ class NoRun:
         return []
 
     @property
-    def scheduler_configs(self) -> list[SchedulerConfig]:
+    def scheduler_configs(self) -> list[TimedScheduler]:
         """The schedulers: none."""
         return []
 

@@ -60,7 +60,7 @@ from trainer.runs.changes_since_checkpoint import record_data, report_changes
 from trainer.runs.describe import start_line
 from trainer.runs.facts import facts_of_module, facts_of_training
 from trainer.runs.preflight_checks import check_call
-from trainer.runs.resolved_config import ResolvedConfig, step_config
+from trainer.runs.resolved_config import ResolvedConfig, step_options
 from trainer.runs.run_directory import (
     beginning_of,
     check_folders_of_shards,
@@ -383,7 +383,7 @@ def build_optimizers(run: Run) -> None:
     record_data(run)
     give_hints(run)
     assert run.train_loader is not None
-    steps = step_config(
+    steps = step_options(
         settings,
         accumulate_grad_batches=run.session.accumulate_grad_batches,
         micro_batch_size=run.train_loader.batch_size,

@@ -14,7 +14,7 @@ from trainer.checkpoint.pretrained import samples_of
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig
+from trainer.optimizers import TimedScheduler
 from trainer.runs.compare_ranks import MOST_LINES, compare, differences, listed
 from trainer.runs.facts import (
     facts_of_module,
@@ -106,7 +106,7 @@ def compare_loaders(processes: SingleProcess, loaders: dict[str, BatchLoader], t
         training.shorten(lengths)
 
 
-def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
+def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[TimedScheduler]) -> None:
     """Check that all processes have the same optimizers and schedulers; see `compare`."""
     facts = chain(facts_of_optimizers(run.module, optimizers), facts_of_schedulers(schedulers))
     compare(run.strategy.processes, facts, "Give the optimizers the same options on all processes.")

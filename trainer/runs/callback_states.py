@@ -71,16 +71,27 @@ def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -
     ambiguous: list[str] = []
     for state_key in dict.fromkeys(callback.state_key for callback in callbacks):
         mine = [callback for callback in callbacks if callback.state_key == state_key]
-        keys = [key for key, one in saved.items() if one["of"] == state_key]
-        for made_with in dict.fromkeys(saved[key]["made_with"] for key in keys):
-            alike = [key for key in keys if saved[key]["made_with"] == made_with]
-            to_give = [callback for callback in mine if _made_with(callback) == made_with]
-            if len(alike) <= len(to_give):  # else which of them is missing would be a guess
-                owners |= dict(zip(alike, to_give, strict=False))
-        left = [key for key in keys if key not in owners]
-        if len(mine) == len(keys) == len(left) == 1:
-            owners[left[0]] = mine[0]
-        elif len(keys) - len(left) < len(mine):
-            ambiguous += [key for key in left if key in states]
+        made_with = {key: one["made_with"] for key, one in saved.items() if one["of"] == state_key}
+        found = _made_alike(mine, made_with)
+        if len(mine) == len(made_with) == 1:
+            found = dict(zip(made_with, mine, strict=True))
+        if len(found) < len(mine):
+            ambiguous += [key for key in made_with if key in states and key not in found]
+        owners |= found
     unused = [key for key in states if key not in owners and key not in ambiguous]
     return Restored(owners, ambiguous, unused)
+
+
+def _made_alike(callbacks: list[Callback], made_with: Mapping[str, str]) -> dict[str, Callback]:
+    """Return the callbacks by the keys of the states of those that were made with the same arguments.
+
+    Args:
+        made_with: fingerprints of arguments, by the keys of states.
+    """
+    owners: dict[str, Callback] = {}
+    for arguments in dict.fromkeys(made_with.values()):
+        alike = [key for key, one in made_with.items() if one == arguments]
+        to_give = [callback for callback in callbacks if _made_with(callback) == arguments]
+        if len(alike) <= len(to_give):  # else which of them is missing would be a guess
+            owners |= dict(zip(alike, to_give, strict=False))
+    return owners

@@ -95,17 +95,12 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         _report_other_hyperparameters(run, checkpoint)
         return
     assert run.train_loader is not None
-    saved = checkpoint.get("facts", {}) | facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
-    saved |= {"callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks", {}))}
+    saved = _facts_to_compare(run, checkpoint)
     if "dataset" in allowed:
         run.train_loader.forget_sizes()
-    if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) != run.epoch_of_loaders(run.progress.epoch):
-        # These loaders were made for a later epoch.
-        saved = {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
-    else:
-        # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
-        common = _common_of_objects(run.facts, saved)
-        run.record_facts({name: facts for name, facts in common.items() if name in saved})
+    # What was left out is left out from now on, too: a cache that is full by now is empty in the next process.
+    common = _common_of_objects(run.facts, saved)
+    run.record_facts({name: facts for name, facts in common.items() if name in saved})
     now = _facts_now(run, run.train_loader)
     same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == run.strategy.processes.readers
     changed = {name: lines for name, lines in _changed(saved, now, same_size).items() if name not in allowed}
@@ -122,6 +117,16 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
         )
 
 
+def _facts_to_compare(run: Run, checkpoint: Mapping[str, Any]) -> Facts:
+    """Return the facts of a checkpoint; without those of its loaders where this run's were made for a later epoch."""
+    saved: Facts = {**checkpoint.get("facts", {})}
+    of_call = facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
+    saved = {**saved, **of_call, "callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks", {}))}
+    if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch):
+        return saved
+    return {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
+
+
 def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
     """Return a line for each difference, by the names of `GROUPS`.
 
@@ -129,28 +134,36 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
         same_size: the number of data-parallel ranks is that of the checkpoint; otherwise facts that depend on it are
             not compared.
     """
-    same_precision = saved.get("settings", {}).get("precision") == now.get("settings", {}).get("precision")
-
-    def comparable(group: FactGroup, fact: str, text: str) -> bool:
-        """Whether a fact does not depend on the number of processes, or the precision, where that is another."""
-        is_of_all = same_size or not group.of_loader or (fact == "" and _PER_PROCESS not in text)
-        return is_of_all and (same_precision or not fact.endswith(DTYPE))
-
     found = {}
-    for name, group in GROUPS.items():
-        then, here = (
-            {fact: text for fact, text in facts.get(name, {}).items() if comparable(group, fact, text)}
-            for facts in (saved, now)
-        )
-        if group.needs_both:
-            then, here = ({fact: one[fact] for fact in then if fact in here} for one in (then, here))
-        lines = differences([then, here], _THEN_AND_NOW) if name in saved else []
-        found[name] = [f"{name}: {line.removeprefix(': ')}" for line in lines]
+    for name in GROUPS:
+        both = _comparable(name, saved, now, same_size) if name in saved else []
+        found[name] = [f"{name}: {line.removeprefix(': ')}" for line in differences(both, _THEN_AND_NOW)]
     if saved.get("versions") != now.get("versions"):  # a fingerprint of code depends on Python and on what it calls
         found["collate_fn"] = []
     if found["loader"]:  # the other differences of the data follow from this one
         found |= {name: [] for name, group in GROUPS.items() if group.of_loader and name != "loader"}
     return {name: lines for name, lines in found.items() if lines}
+
+
+def _comparable(name: str, saved: Facts, now: Facts, same_size: bool) -> list[dict[str, str]]:
+    """Return the facts of a group that can be compared: of the checkpoint, and of this run.
+
+    Without those that depend on the number of processes, or on the precision, where that is another.
+    """
+    group, precisions = GROUPS[name], [facts.get("settings", {}).get("precision") for facts in (saved, now)]
+    both = [dict(facts.get(name, {})) for facts in (saved, now)]
+    if group.of_loader and not same_size:
+        both = [*map(_of_all_processes, both)]
+    if precisions[0] != precisions[1]:
+        both = [{fact: text for fact, text in one.items() if not fact.endswith(DTYPE)} for one in both]
+    if group.needs_both:
+        both = [{fact: one[fact] for fact in both[0] if fact in both[1]} for one in both]
+    return both
+
+
+def _of_all_processes(facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the description of a loader alone, unless it is of each process: numbers may depend on the world size."""
+    return {fact: text for fact, text in facts.items() if fact == "" and _PER_PROCESS not in text}
 
 
 def _refusal(

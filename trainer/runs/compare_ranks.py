@@ -100,6 +100,14 @@ def compare(
     gathered = processes.all_gather_object((digest, also))
     if len({digest for digest, _ in gathered}) == 1:
         return [also for _, also in gathered]
+    raise ConfigError(
+        f"the processes do not agree:{listed(_differences_of_ranks(processes, own))}\n{fix} "
+        "Look for what depends on the rank, the time, the machine, or random numbers without a seed."
+    )
+
+
+def _differences_of_ranks(processes: SingleProcess, own: dict[str, str]) -> list[str]:
+    """Return a line for each fact of which the processes have other texts, or for their order. Collective."""
     first = processes.broadcast_object(own)
     differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: MOST_LINES + 1]
     names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
@@ -107,11 +115,7 @@ def compare(
         own, names = {"order": ", ".join(own)}, ["order"]
     lines = differences(processes.all_gather_object({name: own[name][:_MOST_SENT] for name in names if name in own}))
     # What only some have follows from another difference, if there is one: the options of a missing callback.
-    others = [line for line in lines if f" {_MISSING} on " not in line]
-    raise ConfigError(
-        f"the processes do not agree:{listed(others or lines)}\n{fix} "
-        "Look for what depends on the rank, the time, the machine, or random numbers without a seed."
-    )
+    return [line for line in lines if f" {_MISSING} on " not in line] or lines
 
 
 # -- as texts ----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from trainer.hyperparameters import is_scalar, with_paths
 from trainer.model.blocks import class_of
 from trainer.model.reachable import attributes
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig
+from trainer.optimizers import TimedScheduler
 from trainer.precision import Precision
 from trainer.runs.callback_states import callbacks_by_state_key
 from trainer.runs.compare_ranks import as_text, describe_tensor
@@ -238,7 +238,7 @@ def facts_of_optimizers(module: TrainModule, optimizers: list[Optimizer]) -> Ite
                 yield f"{where}, {name}", value
 
 
-def facts_of_schedulers(schedulers: list[SchedulerConfig]) -> Iterator[tuple[str, object]]:
+def facts_of_schedulers(schedulers: list[TimedScheduler]) -> Iterator[tuple[str, object]]:
     """Yield the classes of schedulers, and their options, as pairs of a name and a value."""
     yield "schedulers", [type(config.scheduler) for config in schedulers]
     for (where, scheduler), config in zip(_named([c.scheduler for c in schedulers]), schedulers, strict=True):
@@ -269,7 +269,7 @@ def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 # -- what a checkpoint keeps of it -------------------------------------------------------------------------------------
 
 
-def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> Facts:
+def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[TimedScheduler]) -> Facts:
     """Return the facts of optimizers and settings, before anything is restored from a checkpoint.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from trainer.runs.hook_checks import (
     parameters_of,
     uncalled_methods,
 )
-from trainer.runs.resolved_config import ResolvedConfig, step_config
+from trainer.runs.resolved_config import ResolvedConfig, step_options
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
@@ -99,12 +100,7 @@ def read_call(
         ArgumentError: an argument is unknown or given twice.
         ConfigError: there is no module.
     """
-    data, wrong = dict(data), [name for name in others if name != "model" or module is not None]
-    if wrong:
-        known = ["module", "model", "datamodule", "ckpt_path", "dataloaders", "train_dataloaders", "val_dataloaders"]
-        hint = did_you_mean(wrong[0], known)
-        raise ArgumentError(f"{stage}() got an unexpected or second argument {wrong[0]!r}.{hint}")
-    module = others.get("model", module)
+    data, module = dict(data), _module_of(stage, module, others)
     first = next(iter(data))
     if isinstance(data[first], DataModule) and datamodule is None:
         datamodule, data[first] = data[first], None
@@ -118,6 +114,16 @@ def read_call(
             log.info("%s() without a module: the best checkpoint of the last fit is used, %s", stage, best)
             ckpt_path = "best"
     return Call(stage, module, data, datamodule, ckpt_path)
+
+
+def _module_of(stage: str, module: Any, others: Mapping[str, Any]) -> Any:
+    """Return the module, which may be given as `model=`. Raises ArgumentError for any other name."""
+    wrong = [name for name in others if name != "model" or module is not None]
+    if wrong:
+        known = ["module", "model", "datamodule", "ckpt_path", "dataloaders", "train_dataloaders", "val_dataloaders"]
+        hint = did_you_mean(wrong[0], known)
+        raise ArgumentError(f"{stage}() got an unexpected or second argument {wrong[0]!r}.{hint}")
+    return others.get("model", module)
 
 
 def check_call(
@@ -155,7 +161,7 @@ def check_call(
     if stage == "fit":
         settings = config.settings
         unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
-        steps = step_config(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
+        steps = step_options(settings, micro_batch_size=_micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)

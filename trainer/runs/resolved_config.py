@@ -18,7 +18,7 @@ from trainer.model.compile import Compilation, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.runs.hook_checks import callback_problems
 from trainer.settings import DEFAULT_MAX_EPOCHS, PROFILERS, Settings, error_of
-from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
+from trainer.strategy import StepOptions, Strategy, needed_device, resolve_strategy, unknown_methods
 
 
 @dataclass
@@ -166,9 +166,7 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     wanted, syncs, _ = _with_plugins(settings)
     precision, sync_batchnorm = resolve_precision(wanted), settings.sync_batchnorm or syncs
-    if sync_batchnorm and device_type == "cpu" and devices * num_nodes > 1:
-        found.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
-    found += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
+    found += strategy.problems(precision, device_type, devices * num_nodes, step_options(settings))
     found += _cannot_try_a_batch(settings, strategy, device_type)
     compilation = read_compile(settings.compile)
     if compilation is not None and device_type == "xla":
@@ -230,14 +228,14 @@ def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str
     ]
 
 
-def step_config(settings: Settings, **known: Any) -> StepConfig:
+def step_options(settings: Settings, **known: Any) -> StepOptions:
     """Return the settings for the strategy, with values of the run that are `known`."""
     of_settings = {
         "accumulate_grad_batches": settings.window,
         "clip_value": settings.gradient_clip_val,
         "clip_algorithm": settings.gradient_clip_algorithm,
     }
-    return StepConfig(**{**of_settings, **known})
+    return StepOptions(**{**of_settings, **known})
 
 
 def _problems_of_callbacks(settings: Settings) -> list[str]:

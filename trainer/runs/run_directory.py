@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -299,23 +299,28 @@ def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
         if logger.place is not None:
             folders[name, of_class[name]] = logger.place
             logger.place.goes_on = goes_on
-    numbers: dict[tuple[str, int], int | None] = {}
-    problem = None
+    twice: list[str] = []
     if run.strategy.processes.is_global_zero:
-        taken: set[tuple[str, str]] = set()
-        for (kind, number), folder in folders.items():
-            if not goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
-                folder.begin(run.session.run_dir)
-            numbers[kind, number] = folder.number
-            place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
-            if place in taken:
-                problem = f"two {kind}s would write the same files: give each a separate folder, {kind}(save_dir=...)."
-            taken.add(place)
-    numbers, problem = run.strategy.processes.broadcast_object((numbers, problem))
-    if problem is not None:
-        raise ConfigError(problem)
+        twice = _begin_folders(run, folders)
+    numbers = {key: folder.number for key, folder in folders.items()}
+    numbers, twice = run.strategy.processes.broadcast_object((numbers, twice))
+    for kind in twice:
+        raise ConfigError(f"two {kind}s would write the same files: give each a separate folder, {kind}(save_dir=...).")
     for key, folder in () if goes_on else folders.items():
         folder.number, folder.chosen = numbers.get(key), True
+
+
+def _begin_folders(run: Run, folders: Mapping[tuple[str, int], LoggerFolder]) -> list[str]:
+    """Let loggers choose folders without files; return the classes of loggers of which two have the same one."""
+    places: dict[tuple[str, str], str] = {}
+    twice = []
+    for (kind, _), folder in folders.items():
+        if not folder.goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
+            folder.begin(run.session.run_dir)
+        place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
+        twice += [kind] if place in places else []
+        places[place] = kind
+    return twice
 
 
 def note_end(run: Run) -> None:

@@ -97,7 +97,6 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
     held = _held(state, options.ema)
-    require(held, dict, "'model'")
     chosen = _adapters(state, options.prefix)
     own_writer = "build the module with load_from_checkpoint, and call save_pretrained of its model."
     tensors: dict[str, dict[str, StoredTensor]] = {}
@@ -152,24 +151,22 @@ def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[s
     return {name: Converted(weight, getattr(torch, dtype)) for name, weight in weights.items()}
 
 
-def _held(state: Mapping[str, Any], ema: bool) -> Any:
-    """Return the weights to export: those of evaluations."""
-    return _averaged(state) if ema else evaluated_weights(state)
-
-
-def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights with their average, where they have one, in their place.
+def _held(state: Mapping[str, Any], ema: bool) -> dict[str, Any]:
+    """Return the weights to export: those of evaluations; with `ema` their average in place of those that have one.
 
     Raises:
         ConfigError: the checkpoint has no average.
+        CheckpointError: it has no weights.
     """
-    model, average = state.get("model"), state.get("average")
-    if not isinstance(model, dict) or not isinstance(average, dict):
+    weights: Any = state.get("model") if ema else evaluated_weights(state)
+    average = state.get("average") if ema else {}
+    require(weights, {str: object}, "'model'")
+    if not isinstance(average, dict):
         raise ConfigError(
             "--ema: the checkpoint has no average of the weights: it was written without EMAWeightAveraging or the "
             "like, or before the first update. Leave --ema out for the weights themselves."
         )
-    return {**model, **average}
+    return {**weights, **average}
 
 
 class Converted(StoredTensor):
@@ -255,20 +252,15 @@ def _renamed(weights: Mapping[str, StoredTensor], rules: list[str]) -> dict[str,
     return renamed
 
 
-def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, StoredTensor], list[str]]:
+def _weights(state: dict[str, Any], prefix: str, expand_tied: bool) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the weights to write by name, and notes about those left out."""
-    if not isinstance(state, dict):
-        raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
-    texts = {name: value for name, value in state.items() if isinstance(name, str)}
-    if any(name.startswith(f"{prefix}.") for name in texts):
+    if any(name.startswith(f"{prefix}.") for name in state):
         prefix += "."  # `--prefix net` means the weights of `net`, not `.weight`
     weights: dict[str, StoredTensor] = {}
     first_name: dict[int, str] = {}
     notes = []
-    for name, value in texts.items():
-        short = name.removeprefix(prefix)
-        if not name.startswith(prefix):
-            continue
+    for name in (name for name in state if name.startswith(prefix)):
+        short, value = name.removeprefix(prefix), state[name]
         if not isinstance(value, StoredTensor) or not short:
             notes.append(f"{name!r} is not a tensor with a name, and is left out")
         elif id(value) in first_name and not expand_tied:
@@ -277,7 +269,7 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
             first_name.setdefault(id(value), name)
             weights[short] = value
     if not weights:
-        heads = sorted({f"{name.partition('.')[0]}." for name in texts})
+        heads = sorted({f"{name.partition('.')[0]}." for name in state})
         raise ConfigError(
             f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {', '.join(heads)}."
         )

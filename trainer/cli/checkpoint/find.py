@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory, versions
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
-from trainer.checkpoint.manifest import DATA_FILE, checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.manifest import DATA_FILE, Manifest, checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.cli.runs.find import by_numbers, run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
@@ -72,15 +72,21 @@ def newest_of(folders: list[StoragePath]) -> StoragePath:
 
 def _time_of(checkpoint: StoragePath) -> float:
     """Return the time at which a checkpoint's state was captured, or else written; -1: it is not known."""
-    try:
-        captured = read_manifest(checkpoint).info.get("captured")
-    except ReadError:
-        raise
-    except CheckpointError:
-        captured = None
+    manifest = _manifest_of(checkpoint)
+    captured = None if manifest is None else manifest.info.get("captured")
     if type(captured) is int and 0 <= captured < 2**63:
         return captured / 1e9
     return written_at(checkpoint) or -1.0
+
+
+def _manifest_of(checkpoint: StoragePath) -> Manifest | None:
+    """Return the manifest of a checkpoint; None if it is damaged. Raises ReadError if the storage does not answer."""
+    try:
+        return read_manifest(checkpoint)
+    except ReadError:
+        raise
+    except CheckpointError:
+        return None
 
 
 def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
@@ -89,38 +95,28 @@ def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
     Args:
         contents: compare checksums of the files, too, and not only their sizes.
     """
-    pointed = {pointer: CheckpointDirectory(folder).pointer(pointer) for pointer in POINTERS}
-    paths = [*checkpoints_in(folder), *_half_written(folder)]
+    pointed: dict[str, StoragePath | None] = {name: CheckpointDirectory(folder).pointer(name) for name in POINTERS}
     found = []
-    for path in paths:
-        names: list[str] = [name for name, target in pointed.items() if target is not None and target.name == path.name]
+    for path in (*checkpoints_in(folder), *_half_written(folder)):
+        names = [name for name, target in pointed.items() if target == path]
         found.append(summarize(path, names, contents))
     return sorted(found, key=lambda one: (one.step, one.path.name))
 
 
 def summarize(path: StoragePath, pointers: list[str], contents: bool) -> CheckpointSummary:
     """Describe one checkpoint, which may be damaged."""
-    damage = find_damage(path, contents)
-    try:
-        manifest = read_manifest(path)
-    except ReadError:
-        raise
-    except CheckpointError:
+    damage, manifest = find_damage(path, contents), _manifest_of(path)
+    if manifest is None:
         return CheckpointSummary(path, {}, 0, None, pointers, damage)
     size = sum(entry.bytes for entry in manifest.files.values())
     return CheckpointSummary(path, manifest.info, size, written_at(path), pointers, damage)
 
 
-def names_pointer(path: str) -> bool:
-    """Whether a path ends in a pointer, such as `checkpoints/last`, which is not a folder."""
+def is_one(path: str) -> bool:
+    """Whether a path is a single checkpoint, or a pointer to one, such as `checkpoints/last`, which is not a folder."""
     given = as_storage_path(path)
     with reading(given):
-        return given.name in POINTERS and not given.exists()
-
-
-def is_one(path: str) -> bool:
-    """Whether a path is a single checkpoint, or a pointer to one."""
-    return is_committed(as_storage_path(path)) or names_pointer(path)
+        return is_committed(given) or (given.name in POINTERS and not given.exists())
 
 
 def choose(path: str, wanted: str | None) -> StoragePath:
@@ -173,11 +169,10 @@ def _half_written(folder: StoragePath) -> list[StoragePath]:
     """Return the folders that hold files of a checkpoint, but no manifest."""
     with reading(folder):
         inside: list[StoragePath] = [*folder.iterdir()] if folder.is_dir() else []
-        folders = [
-            path for path in inside if not path.name.startswith(".") and path.is_dir() and not is_committed(path)
+        folders = [path for path in inside if path.is_dir() and not (path.name.startswith(".") or is_committed(path))]
+        return [
+            path for path in folders if any(one.name.endswith((".safetensors", DATA_FILE)) for one in path.iterdir())
         ]
-        names = {path: [one.name for one in path.iterdir()] for path in folders}
-        return [path for path in folders if any(name.endswith((".safetensors", DATA_FILE)) for name in names[path])]
 
 
 def _suggestion(given: StoragePath) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_lines, in_columns
+from trainer.cli.runs.find import main_metrics
 from trainer.errors import ConfigError, did_you_mean, printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
@@ -16,13 +17,12 @@ if TYPE_CHECKING:
     from trainer.checkpoint.manifest import Manifest
     from trainer.cli.checkpoint.find import CheckpointSummary
 
-METRICS_SHOWN = 3
 TENSORS_SHOWN = 20
 
 
 def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
-    names = metrics or _main_metrics(found)
+    names = metrics or main_metrics(_metric_names(found))
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
@@ -35,11 +35,6 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     first_to_go = [written_at, 2, *reversed(range(3, size_at)), size_at]
     lines = fitted_lines(rows, range(1, written_at), first_to_go, "--json", beside=2)
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
-
-
-def _main_metrics(found: list[CheckpointSummary]) -> list[str]:
-    """Return the names of a few metrics for the table, those of validation first."""
-    return sorted(_metric_names(found), key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
 def _metric_names(found: list[CheckpointSummary]) -> set[str]:
@@ -146,15 +141,12 @@ def cell(value: object) -> str:
 def size(count: int) -> str:
     """Return a number of bytes as text, such as "1.2 MB"."""
     unit = min(4, (len(str(count)) - 1) // 3)
-    return f"{count} B" if unit == 0 else f"{count / 1000**unit:.1f} {('kB', 'MB', 'GB', 'TB')[unit - 1]}"
+    return f"{count / 1000**unit:.{min(unit, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
 
 
 def when(seconds: float | None) -> str:
     """Return a time as text, in this machine's time zone."""
-    try:
-        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # no time of this age
-        return "?"
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def text_of(value: object) -> str:

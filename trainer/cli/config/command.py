@@ -14,7 +14,7 @@ from trainer.cli.columns import print_fitted
 from trainer.cli.config.draft import ConfigDraft, launch_line
 from trainer.cli.config.wizard import PRESETS, ask_all
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.cli.config.translation import Translation
@@ -49,8 +49,10 @@ def _parser() -> CommandParser:
         description="Write a commented configuration for trainer fit. Without --preset and --from it asks.",
         epilog=f"presets:\n{presets}\n{EXAMPLES}",
     )
-    parser.add_argument("--preset", metavar="NAME", help="answers that are given in advance, see below")
-    parser.add_argument(
+    given = parser.add_mutually_exclusive_group()
+    words = "answers that are given in advance, see below"
+    given.add_argument("--preset", metavar="NAME", choices=PRESETS, help=words)
+    given.add_argument(
         "--from",
         dest="source",
         metavar="FILE",
@@ -111,10 +113,6 @@ def translate(name: str) -> Translation:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise a ConfigError for wrong options, before the first question."""
-    if options.preset is not None and options.source is not None:
-        raise ConfigError("--preset and --from are two ways to the same file: remove one.")
-    if options.preset is not None and options.preset not in PRESETS:
-        raise unknown_name_error("preset", options.preset, PRESETS)
     if options.source is not None:
         translate(options.source)  # a wrong source is reported before a file that exists
     elif options.output == "-" and options.preset is None:

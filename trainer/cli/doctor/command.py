@@ -20,13 +20,14 @@ from trainer.cli.options import (
     config_option,
     overrides_of,
     positive,
+    recipe_of,
     reports_errors,
 )
 from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
 
 EXAMPLES = """\
 examples:
@@ -77,23 +78,18 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | None]:
+def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
-    if not given.config and not overrides:
-        findings.report()
-        return given, None
-    from trainer.config.read import read
-
-    tree = read(given.config, overrides, findings)
-    from trainer.config.loading import load
-
-    return given, load(tree, findings)
+    if given.config or overrides:
+        return given, recipe_of(given.config, overrides, findings)
+    findings.report()
+    return given, None
 
 
 def _checks(
-    given: argparse.Namespace, configuration: Configuration | None, arguments: list[str], first_here: bool
+    given: argparse.Namespace, configuration: Recipe | None, arguments: list[str], first_here: bool
 ) -> Iterator[CheckResult]:
     """Run all checks; `first_here`: also those that one process does for its machine."""
     from trainer.cli.doctor.collectives import collectives

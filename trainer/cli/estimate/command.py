@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, positive, reports_errors, size
+from trainer.cli.options import CommandParser, config_option, positive, recipe_of, reports_errors, size
 from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, unknown_name_error
@@ -22,7 +22,7 @@ from trainer.names.misses import words_for
 
 if TYPE_CHECKING:
     from trainer.cli.estimate.module import EstimateInput
-    from trainer.config.loading import Configuration
+    from trainer.config.loading import Recipe
     from trainer.precision import Precision
 
 SIZES = {
@@ -71,11 +71,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _print_strategies(
-    given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Configuration | None
+    given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Recipe | None
 ) -> int:
     from trainer.cli.estimate.report import as_data, report
 
-    layouts, configured = _layouts(given, configuration, precision)
+    layouts, configured = _layouts(given, configuration)
     setup = Setup(given.devices * given.num_nodes, number_sizes(precision), given.devices, given.accumulate)
     model = found.transformer(given.checkpointing)
     rows = {label: estimate_memory(layout, found.size, setup, model) for label, layout in layouts.items()}
@@ -149,12 +149,9 @@ def _tokens(text: str) -> int:
 def _check(given: argparse.Namespace, has_configuration: bool) -> None:
     """Check options before torch is imported, which takes seconds."""
     if has_configuration == (given.params is not None):
-        raise ConfigError(
-            "give either a configuration, trainer estimate --config run.yaml, or a number of parameters, "
-            "trainer estimate --params 7e9. See trainer estimate --help."
-        )
+        raise ConfigError("give either a configuration (--config run.yaml) or a number of parameters (--params 7e9).")
     known = [*precisions(), *SHORT_PRECISIONS]
-    if given.precision is not None and given.precision not in known:
+    if given.precision not in (None, *known):
         raise unknown_name_error("precision", given.precision, known, words_for("precision", [given.precision]))
     if (given.gpus is None) != (given.memory is None) or (given.memory or 1e9) < 1e9:
         raise ConfigError("--gpus and --memory go together, the memory with its unit: --gpus 64 --memory 80G.")
@@ -174,9 +171,7 @@ def _fill_in(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     given.checkpointing |= bool(planned.get("activation_checkpointing"))
 
 
-def _layouts(
-    given: argparse.Namespace, configuration: Configuration | None, precision: Precision
-) -> tuple[dict[str, Layout], str | None]:
+def _layouts(given: argparse.Namespace, configuration: Recipe | None) -> tuple[dict[str, Layout], str | None]:
     """Return the layouts to print by label, and the label of the configuration's strategy."""
     from trainer.cli.estimate.layouts import layout_of, strategy_rows
     from trainer.config.specs import instantiate
@@ -189,10 +184,7 @@ def _layouts(
         configured = layout_of(strategy)
         label = next((name for name, layout in layouts.items() if layout == configured), f"{strategy.name} as given")
         layouts[label] = configured
-    # DeepSpeed has no float64.
-    return {
-        name: row for name, row in layouts.items() if not row.master_weights or precision.weights.itemsize < 8
-    }, label
+    return layouts, label
 
 
 def _input_of_number(given: argparse.Namespace) -> EstimateInput:
@@ -216,14 +208,9 @@ def _is_hugging_face(path: str) -> bool:
         return False
 
 
-def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
-    from trainer.config.read import read
-
+def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Recipe:
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    tree = read(given.config, overrides, findings)
-    from trainer.config.loading import load
-
-    return load(tree, findings)
+    return recipe_of(given.config, overrides, findings)

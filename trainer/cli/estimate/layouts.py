@@ -34,20 +34,19 @@ def layout_of(strategy: Strategy) -> Layout:
     """
     options = vars(strategy)
     shards = strategy.shards_state or "auto_wrap_policy" in options
-    sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
-    reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
-    parts = options.get("layout")
-    degrees = {} if parts is None else {name: getattr(parts, name) for name in SPLITS}
+    sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh") or (None, None)
+    degrees = {name: getattr(options.get("layout"), name, 1) for name in SPLITS}
+    keeps = sharding == "SHARD_GRAD_OP" or degrees["pipeline"] > 1
+    reshard, offload = options.get("reshard_after_forward"), {True: "cpu"}.get(options.get("cpu_offload", False))
     return Layout(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
-        readers=mesh[1] if mesh else None,
-        keep_gathered=reshard is False
-        or (reshard is None and (sharding == "SHARD_GRAD_OP" or degrees.get("pipeline", 1) > 1)),
+        readers=mesh[1],
+        keep_gathered=keeps if reshard is None else reshard is False,
         reduce_each=options.get("accumulate_unsharded") is False,
-        offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
-        offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
+        offload_weights=options.get("offload_parameters", offload) in ("cpu", "nvme"),
+        offload_optimizer=options.get("offload_optimizer", offload) in ("cpu", "nvme"),
         keys=options.get("context_exchange") == "keys",
         **degrees,
     )
@@ -118,22 +117,26 @@ def fitting(
 
 def _splits(model: Transformer, size: ModelSize, setup: Setup) -> Iterator[dict[str, Any]]:
     """Yield the options of the divisions of the GPUs that a model of these sizes allows."""
-    per_machine = setup.per_machine or setup.processes
-    heads, experts = math.gcd(model.heads, model.kv_heads), max(1, model.experts)
+    per_machine, experts = setup.per_machine or setup.processes, max(1, model.experts)
+    heads = math.gcd(model.heads, model.kv_heads)
     divisors = [number for number in range(1, setup.processes + 1) if setup.processes % number == 0]
     tensors = [number for number in divisors if number <= per_machine and heads % number == 0]
-    contexts = [number for number in divisors if model.sequence % number == 0 and model.sequence >= 2 * number]
+    contexts = [number for number in divisors if model.sequence % number == 0 and model.sequence > number]
     pipelines = [number for number in divisors if number <= len(size.blocks)]
     for tensor, context, pipeline, expert in product(tensors, contexts, pipelines, divisors):
         readers, rest = divmod(setup.processes, tensor * context * pipeline)
-        if rest or experts % expert or (experts > 1 and experts % (tensor * expert)):
+        if rest or experts % expert or experts % (tensor * expert if experts > 1 else 1):
             continue
         sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
         options = {f"{name}_parallel": number for name, number in sizes.items() if number > 1}
         yield options
-        here = per_machine // (tensor * context)
-        if 1 < here < readers and readers % here == 0:
-            yield {**options, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (readers // here, here)}
+        yield from _hybrid(options, readers, per_machine // (tensor * context))
+
+
+def _hybrid(options: dict[str, Any], readers: int, here: int) -> Iterator[dict[str, Any]]:
+    """Yield the options with shards among those readers that are `here`, on one machine, if there are several."""
+    if 1 < here < readers and readers % here == 0:
+        yield {**options, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (readers // here, here)}
 
 
 def _sent(model: Transformer, layout: Layout, size: ModelSize, setup: Setup) -> tuple[int, int]:

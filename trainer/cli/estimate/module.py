@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer.config.loading import Configuration
+from trainer.config.loading import Recipe
 from trainer.config.specs import ClassSpec, instantiate
 from trainer.errors import ConfigError
 from trainer.loop.run import Run, Session
@@ -66,7 +66,7 @@ class EstimateInput:
         return Transformer(**known, experts=experts, checkpointing=checkpointing)
 
 
-def examine(configuration: Configuration, precision: Precision) -> EstimateInput:
+def examine(configuration: Recipe, precision: Precision) -> EstimateInput:
     """Build the configuration's module and its optimizers on the meta device, and count.
 
     Raises:

@@ -49,8 +49,8 @@ def report(
 
 def _unit(largest: int) -> tuple[str, int]:
     """Return the unit of a table and its bytes. 1 GB is 10^9 bytes."""
-    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
-    return next(((unit, size) for unit, size in units.items() if largest >= size), ("bytes", 1))
+    power = min(4, (len(str(largest)) - 1) // 3)
+    return ("bytes", "kB", "MB", "GB", "TB")[power], 1000**power
 
 
 def fitting_report(
@@ -74,10 +74,8 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     weights, states = found.size.weights, found.size.states
     frozen = elements_of(weight for weight in weights if not weight.trainable)
     idle = elements_of(weight for weight in weights if weight.trainable and not weight.optimized)
-    words = (
-        f"{found.name or 'model'}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, {idle:,} of them "
-    )
-    words += f"trained by no optimizer; {found.size.buffers:,} bytes of buffers"
+    words = f"{found.name or 'model'}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, "
+    words += f"{idle:,} of them trained by no optimizer; {found.size.buffers:,} bytes of buffers"
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
     missing = [f"--{name}" for name in NEEDED if name not in found.shape]
     about = f"activations of a transformer are not counted: give {' '.join(missing)}"

@@ -94,15 +94,10 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for folder, folders, names in os.walk(path):
-        here = Path(folder)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
-        )
-        for name in sorted(names):
-            if Path(name).suffix in (".py", ".ipynb", *YAML) or REQUIREMENTS.fullmatch(name):
-                yield here / name
+        folders[:] = sorted(name for name in {*folders} - SKIPPED if not name.startswith("."))
+        for file in (Path(folder, name) for name in sorted(names)):
+            if file.suffix in (".py", ".ipynb", *YAML) or REQUIREMENTS.fullmatch(file.name):
+                yield file
 
 
 def _names_lightning(file: Path, source: bytes) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.arguments import local_path
 from trainer.cli.columns import fitted_lines
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.cli.runs.find import RunSummary, differing, find_runs, with_name
+from trainer.cli.runs.find import METRICS_SHOWN, RunSummary, differing, find_runs, main_metrics, with_name
 from trainer.errors import ConfigError, did_you_mean, printable
 
 EXAMPLES = """\
@@ -28,7 +28,6 @@ examples:
   trainer runs ls runs --json
 """
 COLUMNS = ("name", "state", "step", "epoch", "began", "time")
-METRICS_SHOWN = 3
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -52,7 +51,7 @@ def run(arguments: list[str]) -> int:
     known = list(dict.fromkeys(chain.from_iterable(map(values_of, found))))
     for text in options.filter:
         found = [*filter(_condition(text, known), found)]
-    metrics = options.metric or _main_metrics(found)
+    metrics = options.metric or main_metrics({name for one in found for name in one.metrics})
     parameters = options.hparam or differing([one.hyperparameters for one in found])
     if options.sort:
         found = _sorted(found, _require_known(options.sort.removeprefix("-"), known), options.sort[0] == "-")
@@ -124,12 +123,6 @@ def values_of(one: RunSummary) -> dict[str, Any]:
     return {**one.hyperparameters, **one.metrics, **columns, "began": began, "time": one.seconds}
 
 
-def _main_metrics(found: list[RunSummary]) -> list[str]:
-    """Return the names of a few metrics, those of validation first."""
-    names = {name for one in found for name in one.metrics}
-    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
-
-
 def _condition(text: str, known: list[str]) -> Callable[[RunSummary], bool]:
     """Return whether a filter holds for a run, as a function.
 
@@ -142,7 +135,7 @@ def _condition(text: str, known: list[str]) -> Callable[[RunSummary], bool]:
     name, compare, wanted = _require_known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
 
     def holds(one: RunSummary) -> bool:
-        value = values_of(one).get(name)
+        value: Any = values_of(one).get(name)
         try:
             return compare(float(value), float(wanted))
         except (TypeError, ValueError):

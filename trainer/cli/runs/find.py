@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ OF_CHECKPOINTS = (
     *(".tmp-*", ".old-*", ".del-*"),  # left by a process that was killed
 )
 """Files by which a folder of checkpoints is known, as patterns."""
+METRICS_SHOWN = 3
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
@@ -114,11 +115,16 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     if is_locked(path) or is_locked(checkpoints):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
-    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
+    one.hyperparameters = _hyperparameters_of(path, checkpoints / next(iter(infos), ""))
+    return one
+
+
+def _hyperparameters_of(path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return the hyperparameters that a logger has written, or else those of a checkpoint."""
+    saved = read_json(checkpoint / "checkpoint.json").get("hyperparameters")
     saved = saved if isinstance(saved, dict) else {}
     of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
-    one.hyperparameters = flat_names(read_json(path / "hparams.json") or of_owners, ".")
-    return one
+    return flat_names(read_json(path / "hparams.json") or of_owners, ".")
 
 
 def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
@@ -134,8 +140,9 @@ def _checked(info: dict[str, Any]) -> dict[str, Any]:
     """Return the info of a checkpoint with values of the right kinds, and its state: anybody may have written it."""
     counters = {name: info.get(name) for name in ("step", "epoch", "began", "captured")}
     found: dict[str, Any] = {name: value if _is_number(value) else None for name, value in counters.items()}
-    metrics = info.get("metrics") if isinstance(info.get("metrics"), dict) else {}
-    found["metrics"] = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+    metrics = info.get("metrics")
+    known = metrics.items() if isinstance(metrics, dict) else ()
+    found["metrics"] = {name: float(value) for name, value in known if _is_number(value)}
     state = f"stopped ({info['stopped']})" if isinstance(info.get("stopped"), str) else "unfinished"
     return found | {"state": "finished" if info.get("finished") is True else state}
 
@@ -204,6 +211,11 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
             with suppress(TypeError, ValueError):
                 point = step, float(row[name])
                 found.setdefault(name, []).append(point)
+
+
+def main_metrics(names: Iterable[str]) -> list[str]:
+    """Return the names of a few metrics for a table, those of validation first."""
+    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
 def differing(hyperparameters: list[dict[str, Any]]) -> list[str]:
