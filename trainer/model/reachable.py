@@ -31,8 +31,8 @@ _WRAPPED = ("__func__", "fget", "fset", "func")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
-_WITHOUT_STATE = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
-"""Beginnings of modules whose classes keep nothing in their attributes."""
+_WITHOUT_STATE = frozenset({"torch", "trainer", "deepspeed", "builtins", "typing", "abc", "collections", "functools"})
+"""Packages whose classes keep nothing in their attributes."""
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -332,7 +332,7 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
         return dict(enumerate(functions_of(value)))
     found = attributes(value)
     for kind in type(value).__mro__ if of_class else ():
-        if not kind.__module__.startswith(_WITHOUT_STATE):
+        if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
             found = {**vars(kind), **found}
     return found
 
