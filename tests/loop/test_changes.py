@@ -143,19 +143,26 @@ def test_another_seed_changes_nothing_in_order(tmp_path: Path, caplog: pytest.Lo
     assert "and 7 here" in caplog.text  # the noise of dropout is another
 
 
-FACTOR = 0.9
+STRIDE, FACTOR, ITERATED = 1, 0.9, 0
 
 
 def factor(step: int) -> float:
     return FACTOR**step
 
 
-def test_globals_that_schedules_read_are_compared(
+class Strided(Backwards):
+    def __iter__(self) -> Iterator[int]:
+        global ITERATED
+        ITERATED += 1
+        return iter([number * STRIDE % self.size for number in range(self.size)])
+
+
+def test_globals_that_samplers_and_schedules_read_are_compared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_on(steps: int, **options: Any) -> None:
-        module = Scheduled(lambda optimizer: {"scheduler": LambdaLR(optimizer, factor)})
-        fit(tmp_path, steps, DataLoader(data(), 4), module, **options)
+        module = Scheduled(lambda optimizer: {"scheduler": LambdaLR(optimizer, lambda step: factor(step))})
+        fit(tmp_path, steps, DataLoader(data(), 4, sampler=Strided(64)), module, **options)
 
     go_on(3)
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -164,6 +171,9 @@ def test_globals_that_schedules_read_are_compared(
         monkeypatch.setattr(f"{__name__}.FACTOR", 0.5)
         go_on(4, ckpt_path=tmp_path / "step=3")
     assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 in the checkpoint, and 0.5 here\n" in caplog.text
+    monkeypatch.setattr(f"{__name__}.STRIDE", 3)
+    with raises_recorded(ConfigError):
+        go_on(5, ckpt_path=tmp_path / "step=3")
 
 
 class Configured(Net):

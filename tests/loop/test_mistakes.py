@@ -93,8 +93,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_argument_of_the_trainer(name: str) -> None:
-    arguments = ARGUMENTS[name]
-    refused(lambda: Trainer(**{"accelerator": "cpu", **arguments}))
+    refused(lambda: Trainer(**{"accelerator": "cpu", **ARGUMENTS[name]}))
 
 
 VALUES: tuple[Any, ...] = (
@@ -170,8 +169,7 @@ HOOKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hook_of_a_callback(name: str) -> None:
-    hooks = HOOKS[name]
-    refused(lambda: quiet(callbacks=type("Mine", (Callback,), hooks)()))
+    refused(lambda: quiet(callbacks=type("Mine", (Callback,), HOOKS[name])()))
 
 
 def test_the_same_callback_twice() -> None:

@@ -111,8 +111,7 @@ RETURNED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_training_step_returns(name: str) -> None:
-    value = RETURNED[name]
-    refused(lambda: fit(returning(value)), steps=1)
+    refused(lambda: fit(returning(RETURNED[name])), steps=1)
 
 
 def test_loss_that_is_not_a_number() -> None:
@@ -176,8 +175,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_configure_optimizers(name: str) -> None:
-    configure_optimizers = OPTIMIZERS[name]
-    refused(lambda: fit(net(configure_optimizers=configure_optimizers)))
+    refused(lambda: fit(net(configure_optimizers=OPTIMIZERS[name])))
 
 
 def test_scheduler_waits_for_a_value_that_is_never_logged() -> None:

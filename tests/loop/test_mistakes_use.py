@@ -45,8 +45,7 @@ LOGGED: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
 
 @pytest.mark.parametrize("name", LOGGED)
 def test_log(name: str) -> None:
-    does = LOGGED[name]
-    refused(lambda: fit(net_that(does)), steps=1)
+    refused(lambda: fit(net_that(LOGGED[name])), steps=1)
 
 
 def test_log_where_there_is_no_run() -> None:
@@ -88,8 +87,7 @@ BY_HAND: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_manual_optimization(name: str) -> None:
-    does = BY_HAND[name]
-    refused(lambda: fit(by_hand(does)), steps=1)
+    refused(lambda: fit(by_hand(BY_HAND[name])), steps=1)
 
 
 def test_backward_that_scales_nothing() -> None:

@@ -85,3 +85,23 @@ def test_a_copy_does_what_the_original_does_and_leaves_it_alone() -> None:
     assert copied.seen.count("cleared") == 1
     assert module.seen == [1, "gradient"]
     assert copied.layer.bias.grad is None
+
+
+class Deep(nn.Module):
+    """Has a function that holds the module, in a list of a part of a part of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.parts = nn.Sequential(nn.Sequential(nn.Sequential(nn.Identity())))
+        inner: Any = self.parts[0][0][0]
+        inner.functions = {"all": [lambda x: self.layer(x)]}
+
+
+def test_functions_of_inner_parts_are_copied() -> None:
+    module = Deep()
+    copied = deepcopy_with_functions(module, {})
+    inner: Any = copied.parts[0][0][0]
+    inner.functions["all"][0](torch.ones(1, 2)).sum().backward()
+    assert copied.layer.weight.grad is not None
+    assert module.layer.weight.grad is None

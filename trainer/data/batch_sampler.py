@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
-from trainer.data.fingerprints import sampler_fingerprints
+from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
 from trainer.data.loader import has_state, round_of
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
@@ -264,6 +264,12 @@ class DistributedBatchSampler:
             for name, value in sampler_fingerprints(sampler).items()
             if name not in restored
         }
+
+    def globals(self) -> dict[str, str]:
+        """Return the plain globals that the methods of the user's samplers read."""
+        if self.random_access is not None:
+            return {}
+        return globals_fingerprints(chain.from_iterable(map(functions_of, _nested(self.sampler))))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes with which the epoch in progress began, the attributes that the user's samplers have changed

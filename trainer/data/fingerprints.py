@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,6 +21,7 @@ _MOST_DATASETS = 10_000
 _MOST_SAMPLES = 5_000_000
 _MOST_ITEMS = 1000
 _MOST_COMPARED = 16
+_PLAIN = (bool, int, float, str, tuple)
 _SCALARS = (type(None), bool, int, float, str)
 _WITH_ITEMS = (list, tuple, range, np.ndarray, torch.Tensor)
 _DEPTH = 6
@@ -198,6 +200,25 @@ def _hexdigest(content: bytes) -> str:
 # -- of functions ------------------------------------------------------------------------------------------------------
 
 
+def globals_fingerprints(functions: Iterable[Any]) -> dict[str, str]:
+    """Return the plain globals that functions read, and functions of the same module that they call, by name.
+
+    Without those that they set: these count, or keep something.
+    """
+    found: dict[str, str] = {}
+    written: set[str] = set()
+    waiting = [one for one in functions if isinstance(one, FunctionType)]
+    for function in waiting:
+        for name, value in used_globals(function).items():
+            if type(value) in _PLAIN:
+                found[f"global {name}"] = repr(value)
+            elif isinstance(value, FunctionType) and value.__module__ == function.__module__ and value not in waiting:
+                waiting.append(value)
+        for code in codes_in(function.__code__):
+            written |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
+    return {name: text for name, text in found.items() if name.removeprefix("global ") not in written}
+
+
 def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function, and of the functions and comprehensions inside."""
     yield code
@@ -210,20 +231,17 @@ def read_values_fingerprints(function: Any) -> dict[str, str]:
     """Return the plain values that a function reads from its object, from enclosed and from global objects, by name.
 
     Lists and dicts of plain values are such values too. `hparams` is looked into; no other property is called.
-    Without single values that it encloses.
+    Without single values that it encloses, or that are globals themselves.
     """
     function, own = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not isinstance(function, FunctionType):
         return {}
     used = used_globals(function)
-    enclosed = enclosed_values(function)
-    of_module = {f"global {name}": one for name, one in used.items() if one is not None}
-    values = {"self": own} | enclosed | of_module
+    values = {"self": own} | enclosed_values(function) | {f"global {name}": one for name, one in used.items()}
     for _ in range(3):  # objects in objects
         objects = {name: one for name, one in values.items() if hasattr(one, "__dict__")}
         values |= {f"{name}.{key}": inner for name, one in objects.items() for key, inner in _held(one, used).items()}
-    read = {name: one for name, one in values.items() if is_plain(one)}
-    return {name: repr(one) for name, one in read.items() if name not in enclosed or not is_plain(one, 0)}
+    return {name: repr(one) for name, one in values.items() if is_plain(one) and ("." in name or not is_plain(one, 0))}
 
 
 def _held(holder: Any, names: Collection[str]) -> dict[str, Any]:
@@ -249,6 +267,17 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
     return type(value) in _SCALARS
 
 
+def functions_of(value: Any) -> list[Any]:
+    """Return the function itself, or the methods of an object's class and of its bases, but for torch's."""
+    value = getattr(value, "__func__", getattr(value, "func", value))  # a method, a partial
+    if isinstance(value, FunctionType):
+        return [value]
+    foreign = ("torch.", "builtins", "typing", "abc")
+    return [
+        one for kind in type(value).__mro__ if not kind.__module__.startswith(foreign) for one in vars(kind).values()
+    ]
+
+
 def name_of(function: Any) -> str:
     """Return a name by which two processes can compare a function: of a lambda with its place, of an object its class.
 
@@ -265,12 +294,12 @@ def name_of(function: Any) -> str:
 def function_fingerprint(function: Any) -> str | None:
     """Return a fingerprint of what a function, partial or callable object computes; None if it is nothing to call.
 
-    It depends on the code, defaults, enclosed values and attributes, so on the version of Python too.
+    It depends on the code, defaults, enclosed values, attributes and plain globals, so on the version of Python too.
     """
     if not callable(function):
         return None
-    # The empty list, as in the checkpoints of earlier versions, which had names there.
-    return _hexdigest(repr([_computed(function, _DEPTH), []]).encode())
+    found = [_computed(function, _DEPTH), sorted(globals_fingerprints(functions_of(function)).items())]
+    return _hexdigest(repr(found).encode())
 
 
 def describe_function(function: Any) -> str:

@@ -165,11 +165,16 @@ class IterableLoader(BatchLoader):
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         length = _length(self._loader)
-        if epoch is not None and length is not None:  # which may follow from the epoch
+        if epoch is not None and length is not None:
+            # It may follow from the epoch, and from the state with which that begins or goes on.
             with isolated_rng(generators=_generators(self._loader)):
+                state = self._state_before(start)
+                if state is not None and start == 0:
+                    self._load(state)
                 self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
-            # Before an epoch the state of the last one may be restored, which has to be told again.
-            self._told = epoch if start > 0 or self._state_before(start) is None else None
+                self._told = epoch if state is None or start > 0 else None
+                if state is not None and start > 0:
+                    self._load(state)
             length = _length(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)

@@ -14,11 +14,13 @@ from torch import nn
 from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
-from trainer.model.reachable import OwnGenerator, attributes, inside_of, is_generator, walk
+from trainer.model.reachable import OwnGenerator, attributes, generator_kinds, named_inside, walk
 
 _MAX_DEPTH, _MAX_NUMBERS = 5, 100_000
-_OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
-_NOT_STATE = (torch.Tensor, np.ndarray, Dataset, Sampler, type, ModuleType, *SCALARS)
+# SystemRandom has no state.
+_ALWAYS = (torch.Tensor, np.ndarray, Dataset, type, ModuleType, random.SystemRandom, *SCALARS)
+_OPAQUE = (nn.Module, *_ALWAYS)
+_NOT_STATE = (Sampler, *_ALWAYS)
 """The same where the state of a program is looked for; the loaders' own is kept with them."""
 _HOLDERS = {"argparse", "collections", "types"}
 """Packages with namespaces, and with objects around a dict or a list."""
@@ -36,8 +38,8 @@ def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False)
         of_data: also those of datasets.
     """
     opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = walk(dict(enumerate(owners)), depth, _global_generators(), opaque)
-    return [OwnGenerator(one) for _, one in found if is_generator(one)]
+    found = walk(dict(enumerate(owners)), depth, _global_generators(), opaque, generator_kinds())
+    return [OwnGenerator(one) for _, one in found]
 
 
 def named_generators(
@@ -51,20 +53,20 @@ def named_generators(
         contents: is given what is inside each object that is looked into, by its id.
     """
     seen = {} if contents is None else contents
-    seen |= _global_generators() | {id(owner): inside_of(owner) for owner in owners.values()}
-    found = {}
-    for name, owner in owners.items():
-        inside = walk(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, _LIBRARIES)
-        if generators := {way: one for way, one in inside if is_generator(one)}:
-            found[name] = generators
-    return found
+    seen |= _global_generators() | {id(owner): named_inside(owner, of_class=True) for owner in owners.values()}
+    kinds = generator_kinds()
+    found = {
+        name: dict(walk(seen[id(owner)], _MAX_DEPTH - 1, seen, _NOT_STATE, kinds, _LIBRARIES))
+        for name, owner in owners.items()
+    }
+    return {name: of_one for name, of_one in found.items() if of_one}
 
 
 def _place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
     """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
     *way, last = path.split(".")
     for part in way:
-        owner = {str(name): one for name, one in inside_of(owner).items()}.get(part)
+        owner = {str(name): one for name, one in named_inside(owner, of_class=True).items()}.get(part)
     entries = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
     # A number stands for an item of a list, or a key that is not a text; a name in a function for a global.
     return owner, {} if last.isdecimal() or isinstance(owner, FunctionType) else entries, last
@@ -73,7 +75,7 @@ def _place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
 def put_generator(owner: Any, path: str, generator: Any) -> None:
     """Put a generator where `named_generators` finds it, if nothing is there and the object can take one."""
     holder, entries, last = _place_of(owner, path)
-    if inside_of(holder).get(last) is None:
+    if named_inside(holder, of_class=True).get(last) is None:
         entries[last] = generator
 
 

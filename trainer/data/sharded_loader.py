@@ -186,7 +186,7 @@ class ShardedDataLoader(BatchLoader):
     def numbers(self) -> dict[str, dict[str, str]]:
         contents = {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
         return {
-            "sampler": self.sampler.numbers(),
+            "sampler": {**self.sampler.numbers(), **self.sampler.globals()},
             "dataset": self._dataset_facts(),
             "contents": contents,
             "collate_fn": {"": describe_function(self._collate)},

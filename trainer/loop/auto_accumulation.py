@@ -69,8 +69,8 @@ def find_fitting_batches(run: Run) -> None:
     split_batches(run)
     run.progress.split_batches(loader.parts)
     if run.strategy.processes.is_global_zero:
-        how = "fit as they are" if loader.parts == 1 else f"are split into {loader.parts} micro-batches of {size}"
-        log.info("accumulate_grad_batches='auto': batches of %d samples %s", size * loader.parts, how)
+        words = "accumulate_grad_batches='auto': micro-batches of %d of the %d samples of a batch fit"
+        log.info(words, size, size * loader.parts)
 
 
 def _loader(run: Run) -> ShardedDataLoader:

@@ -53,8 +53,9 @@ def _hooks(registered: Any) -> list[Any]:
 
 def _copy_functions(inside: list[Any], memo: dict[int, Any]) -> list[CellType]:
     """Put copies of the functions that enclose something into `memo`; return the cells of the originals."""
-    found = walk(dict(enumerate(inside)), _DEPTH, {}, (torch.Tensor, np.ndarray, type, ModuleType))
-    functions = [one for _, one in found if isinstance(one, FunctionType) and one.__closure__]
+    opaque = (torch.Tensor, np.ndarray, type, ModuleType, nn.Module)  # modules are looked into one by one
+    found = walk(dict(enumerate(inside)), _DEPTH, {}, opaque, (FunctionType,))
+    functions = [one for _, one in found if one.__closure__]
     cells = {id(cell): cell for one in functions for cell in one.__closure__ or ()}
     memo |= {key: CellType() for key in cells}
     for one in functions:

@@ -22,13 +22,15 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     outer: list[str] = []
     for name, model in module.named_modules():
         prefix = f"{name}." if name else ""
-        config: Any = getattr(model, "config", None)
-        is_model = hasattr(type(model), "save_pretrained") and hasattr(config, "get_text_config")
+        is_model = hasattr(type(model), "save_pretrained") and hasattr(
+            getattr(model, "config", None), "get_text_config"
+        )
         if not (is_model or hasattr(model, "peft_config")) or prefix.startswith(tuple(outer)):
             continue
         outer.append(prefix)
         if hasattr(model, "peft_config"):
             continue
+        config: Any = model.config
         generation = getattr(model, "generation_config", None)
         found[prefix] = {
             "config": {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]},

@@ -7,7 +7,7 @@ import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial, partialmethod
+from functools import cache, cached_property, partial, partialmethod
 from itertools import chain
 from operator import is_
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
@@ -31,8 +31,8 @@ _WRAPPED = ("__func__", "fget", "fset", "func")
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COMMON = frozenset({dict, OrderedDict, list, tuple, set})
 _LOOKED_INTO = (*CONTAINERS, FunctionType, MethodType, CellType, partial, nn.Module, *WRAPPERS)
-_WITHOUT_STATE = ("torch.", "trainer.", "deepspeed.", "builtins", "typing", "abc", "collections", "functools")
-"""Beginnings of modules whose classes keep nothing in their attributes."""
+_WITHOUT_STATE = frozenset({"torch", "trainer", "deepspeed", "builtins", "typing", "abc", "collections", "functools"})
+"""Packages whose classes keep nothing in their attributes."""
 _LARGEST = 1000
 """Items of a container that is looked through: larger ones are data."""
 _LARGEST_COPY = 100_000
@@ -179,11 +179,15 @@ class OwnGenerator:
             own.set_state(state)
 
 
+@cache
+def generator_kinds() -> tuple[type, ...]:
+    """Return the classes of random generators; not as a constant, with which numpy.random would be imported early."""
+    return torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+
+
 def is_generator(value: Any) -> bool:
     """Whether this is a random generator that has a state."""
-    # Not in a constant, with which `import trainer` would import numpy.random.
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which has no state
+    return isinstance(value, generator_kinds()) and not isinstance(value, random.SystemRandom)  # which has no state
 
 
 def is_filled(cell: CellType) -> bool:
@@ -302,8 +306,11 @@ def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
         yield from objects_behind(one, seen)
 
 
-def named_inside(value: Any) -> dict[Any, Any]:
-    """Return what is inside an object by its name, or its number: items, attributes, and what functions know."""
+def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
+    """Return what is inside an object by its name, or its number: items, attributes, and what functions know.
+
+    `of_class`: also the attributes of the user's classes of an object.
+    """
     container: Any = next(filter(partial(isinstance, value), CONTAINERS), None)
     if container is not None:
         # By its own methods: a subclass may do anything in them.
@@ -323,7 +330,11 @@ def named_inside(value: Any) -> dict[Any, Any]:
         return {"": value.func, **dict(enumerate(value.args)), **value.keywords}
     if isinstance(value, WRAPPERS):
         return dict(enumerate(functions_of(value)))
-    return attributes(value)
+    found = attributes(value)
+    for kind in type(value).__mro__ if of_class else ():
+        if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
+            found = {**vars(kind), **found}
+    return found
 
 
 def walk(
@@ -331,9 +342,10 @@ def walk(
     depth: int,
     seen: dict[int, dict[Any, Any]],
     opaque: tuple[type, ...],
+    kinds: tuple[type, ...],
     libraries: Collection[str] = (),
-) -> Iterator[tuple[str, Any]]:
-    """Yield named values and what is inside of them, each object once, with the way to it, such as "sampler.noise".
+) -> list[tuple[str, Any]]:
+    """Return the objects of some kinds inside named values, each once, with the way to it, such as "sampler.noise".
 
     Inside are items, attributes, those of users' classes, and what functions enclose.
 
@@ -343,6 +355,7 @@ def walk(
         opaque: kinds of objects that are left out.
         libraries: packages whose objects are not looked into.
     """
+    found: list[tuple[str, Any]] = []
     waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
     while waiting:
         value, way, levels = waiting.pop()
@@ -351,19 +364,13 @@ def walk(
         if kind in SCALARS or (kind in _COMMON and not value) or id(value) in seen or isinstance(value, opaque):
             continue
         seen[id(value)] = {}
-        yield way, value
-        known = not is_generator(value) and kind.__module__.partition(".")[0] not in libraries
-        if levels and (isinstance(value, _LOOKED_INTO) or known):
-            seen[id(value)] = inside = inside_of(value)
-            waiting += [(one, f"{way}.{name}", levels - 1) for name, one in reversed(inside.items())]
-
-
-def inside_of(value: Any) -> dict[Any, Any]:
-    """Return what is inside an object, and in its class where that is the user's."""
-    found = named_inside(value)
-    for kind in type(value).__mro__:
-        if not kind.__module__.startswith(_WITHOUT_STATE):
-            found = {**vars(kind), **found}
+        is_holder, is_wanted = isinstance(value, _LOOKED_INTO), isinstance(value, kinds)
+        if is_wanted:
+            found.append((way, value))
+        if levels and (is_holder or not (is_wanted or kind.__module__.partition(".")[0] in libraries)):
+            seen[id(value)] = inside = named_inside(value, of_class=True)
+            for name, one in reversed(inside.items()):
+                waiting.append((one, f"{way}.{name}", levels - 1))
     return found
 
 

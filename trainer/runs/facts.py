@@ -21,6 +21,8 @@ from trainer.arguments import flat_names, local_path
 from trainer.callback import AccumulationSchedule
 from trainer.data.fingerprints import (
     function_fingerprint,
+    functions_of,
+    globals_fingerprints,
     is_plain,
     name_of,
     read_values_fingerprints,
@@ -319,7 +321,7 @@ def _facts_of_functions(of_schedulers: Mapping[str, Any]) -> dict[str, str]:
     for name in of_schedulers:
         owner, _, option = name.rpartition(", ")
         for one in of_schedulers[name] if option.endswith("lr_lambdas") else ():
-            read = read_values_fingerprints(one)
+            read = globals_fingerprints(functions_of(one)) | read_values_fingerprints(one)
             found |= {f"{owner}, {what} in lr_lambdas": text for what, text in read.items()}
             if not isinstance(one, (FunctionType, MethodType, partial)):  # torch restores these attributes
                 plain = {what: inner for what, inner in attributes(one).items() if is_plain(inner)}

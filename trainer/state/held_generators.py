@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from itertools import cycle
 from types import GeneratorType
 from typing import Any
 
@@ -50,7 +50,7 @@ def _reads_a_loader(value: Any) -> bool:
     if isinstance(value, GeneratorType) and value.gi_frame is not None:
         within = (value.gi_yieldfrom, *value.gi_frame.f_locals.values())
         return any(isinstance(one, DataLoader) or _is_of_loader(one) for one in within)
-    return _is_of_loader(value) or type(value) is itertools.cycle
+    return _is_of_loader(value) or type(value) is cycle
 
 
 def _is_of_loader(value: Any) -> bool:
@@ -140,9 +140,12 @@ class Generators:
             for owner, held in named_generators(self._owners(), contents).items()
         }
         if saves:
-            entries = [entry for inside in contents.values() for entry in inside.items()]
+            within = [pair for inside in contents.values() for pair in inside.items()]
+            iterators = [(name, one) for name, one in within if isinstance(one, Iterator)]
             # A loader that has one for its persistent workers begins again by it in each epoch.
-            _report_iterators(tuple(str(name) for name, one in entries if name != "_iterator" and _reads_a_loader(one)))
+            _report_iterators(
+                tuple(str(name) for name, one in iterators if name != "_iterator" and _reads_a_loader(one))
+            )
         return {**rng_state(self._strategy.device), "own": own}
 
     def set_state(self, state: dict[str, Any]) -> list[str]:
