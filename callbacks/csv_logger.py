@@ -94,8 +94,7 @@ class CSVLogger(FileLogger):
                 "value another name."
             )
         file = self.opened
-        prefix = f"{self.prefix}-" if self.prefix else ""
-        cells = {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()}
+        cells = {self._prefixed(name): repr(plain_number(value)) for name, value in metrics.items()}
         if self._trainer is not None and step > file.step:
             cells = {"epoch": str(self._trainer.progress.epoch_of_step), **cells}
         file.put(step, cells)

@@ -28,11 +28,6 @@ class Forgot(Net):
         self.layer = 1
 
 
-class ForgotLayer(TrainModule):
-    def __init__(self) -> None:
-        self.layer = nn.Linear(4, 1)
-
-
 class Misspelt(TrainModule):
     def trainning_step(self, batch: Any, batch_idx: int) -> None: ...
     def configure_optimizer(self) -> None: ...
@@ -62,7 +57,6 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["Did you mean 'training_step'?", "Did you mean 'configure_optimizers'?"],
     ),
     "super().__init__ forgotten": (lambda: fit(Forgot()), ["Forgot.__init__", "super().__init__()"]),
-    "super().__init__ forgotten, with layers": (ForgotLayer, ["ForgotLayer.__init__", "super().__init__()"]),
     "hook misspelt": (
         lambda: fit(net(on_train_epoch_ends=lambda self: None)),
         ["Mine.on_train_epoch_ends", "Did you mean 'on_train_epoch_end'?"],
@@ -100,7 +94,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "number instead of a method": (lambda: fit(assigned("num_items", 100)), ["num_items", "type int", "another name"]),
     "method hidden by an attribute": (lambda: fit(assigned("optimizers", [])), ["optimizers", "self.my_optimizers"]),
     "device assigned": (lambda: assigned("device", "cuda"), ["self.device", "self.my_device"]),
-    "hparams assigned": (lambda: assigned("hparams", {"lr": 1}), ["hparams is not assigned", "save_hyperparameters("]),
+    "hparams assigned": (lambda: assigned("hparams", {"lr": 1}), ["self.hparams", "self.save_hyperparameters"]),
     "validate without a step": (
         lambda: quiet().validate(TrainModule(), loader()),
         ["no validation_step", "define validation_step(self, batch, batch_idx)"],

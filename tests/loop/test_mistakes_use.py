@@ -53,8 +53,7 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
         ["'progbar'", "Did you mean 'prog_bar'?"],
     ),
     "batch size": (lambda self, loss, batch: self.log("x", loss, batch_size=batch[0]), ["(2, 4)", "len(batch)"]),
-    "log_dict of a list": (lambda self, loss, batch: self.log_dict([loss]), ["takes a dict", "got a list"]),
-    "metric class": (lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric), ["give a number, a tensor with one element, or a torchmetrics.Metric object"]),
+    "metric class": (lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric), ["give a number, a tensor"]),
     "metric of nobody": (
         lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric()),
         ["not an attribute of the module", "self.<name> = ..."],
