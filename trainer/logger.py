@@ -369,6 +369,14 @@ class FileLogger(FolderLogger):
                 f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
             ) from error
 
+    def refuse_step(self, metrics: Mapping[str, Any]) -> None:
+        """Raise a ConfigError for a value with the name under which the file has the step."""
+        if "step" in metrics:
+            raise ConfigError(
+                f"{type(self).__name__}.log_metrics got a value 'step', the name of the step itself: give it as step=, "
+                "or give the value another name."
+            )
+
     @property
     def opened(self) -> Any:
         """The file, opened if need be."""
