@@ -47,7 +47,6 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
         lambda self, loss, batch: self.log("x", loss, reduce_fx="avg"),
         ["reduce_fx='avg'", "mean, sum, min, max"],
     ),
-    "reduction of old": (lambda self, loss, batch: self.log("x", loss, reduction="max"), ["It is called reduce_fx"]),
     "option misspelt": (
         lambda self, loss, batch: self.log_dict({"x": loss}, progbar=True),
         ["'progbar'", "Did you mean 'prog_bar'?"],
