@@ -185,8 +185,8 @@ def pair(self: nn.Module) -> Any:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
-    "None": (lambda self: None, ["returned None", "Did you forget 'return'?", "torch.optim.AdamW"]),
-    "a class": (lambda self: SGD, ["gave the class SGD", "torch.optim.AdamW(self.parameters(), lr=...)"]),
+    "None": (lambda self: None, ["gave a NoneType", "return torch.optim.AdamW"]),
+    "a class": (lambda self: SGD, ["gave a type", "torch.optim.AdamW(...)"]),
     "a name": (lambda self: "adam", ["gave a str", "torch.optim.AdamW"]),
     "an empty list": (lambda self: [], ["returned no optimizer", "torch.optim.AdamW"]),
     "a key misspelt": (lambda self: {"optimiser": sgd(self)}, ["'optimiser'", "Did you mean 'optimizer'?", "Allowed"]),
@@ -215,7 +215,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "frequency": 0}),
         ["frequency=0", "integer from 1"],
     ),
-    "scheduler class": (with_scheduler(lambda optimizer: StepLR), ["the class StepLR", "StepLR(optimizer, 10)"]),
+    "scheduler class": (with_scheduler(lambda optimizer: StepLR), ["gave a type", "StepLR(optimizer, 10)"]),
     "scheduler of another optimizer": (
         lambda self: {"optimizer": sgd(self), "lr_scheduler": StepLR(sgd(self), 1)},
         ["made for another SGD", "the same object to both"],
