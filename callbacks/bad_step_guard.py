@@ -165,17 +165,9 @@ def _record(path: Path, row: dict[str, Any]) -> None:
         pass
     except OSError as error:
         log.warning("%s cannot be read (%s), and the bad steps in it are not kept.", path, reason(error))
-    if any(_first_batch(line) == (row["epoch"], row["batch"]) for line in lines):
+    batch = json.dumps({"epoch": row["epoch"], "batch": row["batch"]})[1:-1].encode()
+    if any(batch + b"," in line for line in lines):
         return
     with suppress(OSError):  # `replace_notes` warns
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_notes(path, b"\n".join([*lines, json.dumps(row, default=str).encode(), b""]))
-
-
-def _first_batch(line: bytes) -> tuple[Any, Any] | None:
-    """Return the epoch and the batch of a line; None if it is damaged."""
-    try:
-        row = json.loads(line)
-        return row["epoch"], row["batch"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None

@@ -88,14 +88,9 @@ class CSVLogger(FileLogger):
         step = self._step if step is None else step
         if not self._writes:
             return
-        if "step" in metrics:
-            raise ConfigError(
-                "CSVLogger.log_metrics got a value 'step', the name of its first column: give it as step=, or give the "
-                "value another name."
-            )
+        self.refuse_step(metrics)
         file = self.opened
-        prefix = f"{self.prefix}-" if self.prefix else ""
-        cells = {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()}
+        cells = {self._prefixed(name): repr(plain_number(value)) for name, value in metrics.items()}
         if self._trainer is not None and step > file.step:
             cells = {"epoch": str(self._trainer.progress.epoch_of_step), **cells}
         file.put(step, cells)

@@ -11,7 +11,6 @@ from typing import Any
 from trainer.arguments import NonNegativeFloat, make_folder
 from trainer.checkpoint.disk import replace_file
 from trainer.checkpoint.schema import Integer, require
-from trainer.errors import ConfigError
 from trainer.logger import FileLogger, LogFile
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Images, Media, png
@@ -61,11 +60,7 @@ class JSONLLogger(FileLogger):
         self._before = [{"step": 0, "hyperparameters": hyperparameters}]
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if "step" in metrics:
-            raise ConfigError(
-                "JSONLLogger.log_metrics got a value 'step', the key of the step itself: give it as step=, or give the "
-                "value another name."
-            )
+        self.refuse_step(metrics)
         self._write({"step": step, **metrics})
 
     def log_media(self, key: str, media: Media, step: int) -> None:

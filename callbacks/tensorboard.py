@@ -171,8 +171,7 @@ class TensorBoardLogger(FileLogger):
         step = self._step if step is None else step
         if not self._writes:
             return
-        prefix = f"{self.prefix}-" if self.prefix else ""
-        metrics = {f"{prefix}{name}": plain_number(value) for name, value in metrics.items()}
+        metrics = {self._prefixed(name): plain_number(value) for name, value in metrics.items()}
         if self._writer is not None:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
@@ -194,9 +193,14 @@ class TensorBoardLogger(FileLogger):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def open(self, continue_from: int | None) -> _EventFile:
-        folder, trainer = self.place.folder(self._run_dir), self._trainer
+    @property
+    def _folder(self) -> Path:
+        folder = self.place.folder(self._run_dir)
         assert folder is not None
+        return folder
+
+    def open(self, continue_from: int | None) -> _EventFile:
+        folder, trainer = self._folder, self._trainer
         if before := sorted(path.name for path in folder.glob("events.out.tfevents.*")):
             _wait_until_after(before[-1])
         resumed = self._kept is not None or (trainer is not None and trainer.run.resumed_from is not None)
@@ -214,9 +218,7 @@ class TensorBoardLogger(FileLogger):
 
         Other folders may be those of other runs, and what a checkpoint names may lie elsewhere.
         """
-        folder = self.place.folder(self._run_dir)
-        if folder is None:
-            return []
+        folder = self._folder
         known = {Path(), *(Path(name).parent for name in self._kept or ())}
         own: dict[str, Any] = getattr(self._writer, "all_writers", None) or {}
         known.update(Path(one).relative_to(folder) for one in own)
@@ -228,8 +230,7 @@ class TensorBoardLogger(FileLogger):
         ]
 
     def _sizes(self, files: Iterable[Path]) -> dict[str, int]:
-        folder = self.place.folder(self._run_dir)
-        return {} if folder is None else {str(path.relative_to(folder)): path.stat().st_size for path in files}
+        return {str(path.relative_to(self._folder)): path.stat().st_size for path in files}
 
 
 class _EventFile(LogFile):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.loop.progress import Progress
     from trainer.module import TrainModule
     from trainer.precision import Precision
+    from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -87,6 +88,10 @@ class ThroughputMonitor(Callback):
         self._validation_began = 0.0
         self._flops: float | None = None
         self._peak: float | None = None
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
+        return [] if self is twins[0] else ["several ThroughputMonitors would mix their values: give one."]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()

@@ -551,10 +551,6 @@ def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
     assert not assignments_to_the_trainer("trainer.accumulate_grad_batches = 4\ntrainer.x.y = trainer.z")
 
 
-THE_USERS_NAMES = {"_check_constructed"}
-"""Private methods of classes whose other names are the user's."""
-
-
 def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
     """Return the private attributes and methods that a class overrides of a class in another file."""
     homes: dict[str, str] = {}
@@ -580,7 +576,7 @@ def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
         f"{name}.{private} of {base}"
         for name, names in own.items()
         for base in ancestors(name)
-        for private in sorted(names & own.get(base, set()) - THE_USERS_NAMES)
+        for private in sorted(names & own.get(base, set()))
         if homes[base] != homes[name]
     ]
 

@@ -245,35 +245,17 @@ class Callback(ChecksArguments, Answers):
     def on_test_end(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None: ...
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None: ...
+
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
     def on_predict_end(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None: ...
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None: ...
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None: ...
+
+    on_predict_batch_start = on_validation_batch_start
+    on_predict_batch_end = on_validation_batch_end
 
 
 HOOKS: tuple[str, ...] = tuple(

@@ -284,11 +284,6 @@ TORCH_ERRORS = {
         "the result of a torch.autograd.Function. Write x = x + y instead of x += y, and give layers such as nn.ReLU "
         "no inplace=True."
     ),
-    "does not currently support double backward": (
-        "A gradient of a gradient (create_graph=True, as in gradient penalties) goes through a compiled module: leave "
-        "out compile, or give compile={'blocks': [...]} classes that it does not go through. compile={'backend': "
-        "'eager'} can do it, without being faster."
-    ),
     "have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
         "Trainer(precision=...). In 'bf16-true' and '16-true' buffers, and float32 weights of a 16-bit module, stay as "
@@ -303,14 +298,6 @@ TORCH_ERRORS = {
         "A batch has one sample, with which BatchNorm cannot train: the last batch of an epoch, or a process's part of "
         "it. Use DataLoader(drop_last=True), or another batch_size."
     ),
-    "Inference tensors cannot be saved for backward": (
-        "A tensor made in torch.inference_mode, as validation and test are, is used in training. Use "
-        "torch.no_grad(), in validation and test by Trainer(inference_mode=False); or clone() it."
-    ),
-    "Inplace update to inference tensor outside InferenceMode": (
-        "A tensor made in torch.inference_mode, as validation and test are, is changed in training. Use "
-        "torch.no_grad(), in validation and test by Trainer(inference_mode=False); or clone() it."
-    ),
     "dispatch: attempting to run unimplemented operator": (
         "A quantized tensor of torchao has met an operation that it lacks. Of weights: freeze them, and use them in "
         "nn.Linear alone. Of optimizers: those of 8 bits cannot update sharded bfloat16 weights "
@@ -320,7 +307,6 @@ TORCH_ERRORS = {
         "GLOO_SOCKET_IFNAME names the network interface over which the processes talk, and this "
         "machine has none of that name: `ip link` lists them."
     ),
-    "does not have a deterministic implementation": ("Use Trainer(deterministic='warn'), or avoid that operation."),
     "Expected all tensors to be on the same device": (
         "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create "
         "them with device=self.device."

@@ -63,6 +63,8 @@ class Logger(Callback):
     """
 
     group_separator: ClassVar[str] = "/"
+    prefix: str = ""
+    """Put before the name of each value, with a "-"."""
     place: LoggerFolder | None = None
     """The folder of the files, for a logger that writes files of its own. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
@@ -84,6 +86,10 @@ class Logger(Callback):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Record values at `step`, the number of completed steps and the only step axis."""
+
+    def _prefixed(self, name: str) -> str:
+        """Return a name with the prefix."""
+        return f"{self.prefix}-{name}" if self.prefix else name
 
     def flush(self) -> None:
         """Write all logged values to the files. Called before each checkpoint and at the end."""
@@ -363,6 +369,14 @@ class FileLogger(FolderLogger):
                 f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
             ) from error
 
+    def refuse_step(self, metrics: Mapping[str, Any]) -> None:
+        """Raise a ConfigError for a value with the name under which the file has the step."""
+        if "step" in metrics:
+            raise ConfigError(
+                f"{type(self).__name__}.log_metrics got a value 'step', the name of the step itself: give it as step=, "
+                "or give the value another name."
+            )
+
     @property
     def opened(self) -> Any:
         """The file, opened if need be."""
@@ -418,8 +432,6 @@ class Tracker(Logger):
     same run of the tracker, and sends again what was logged before its checkpoint and not sent when the process ended.
     """
 
-    prefix: str = ""
-    """Put before the name of each value, with a "-"."""
     log_model: bool | Literal["all"] = False
     """Send checkpoints: the best and the last one at the end of training (True), or each as it is written ("all")."""
     given_run_id: str | None = None
@@ -575,12 +587,11 @@ class Tracker(Logger):
         self._call(self.send_hyperparameters, hyperparameters)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if self.prefix:
-            metrics = {f"{self.prefix}-{name}": value for name, value in metrics.items()}
-        self._call(self.send_metrics, metrics, step, keep={"step": step, "values": dict(metrics)})
+        values = {self._prefixed(name): value for name, value in metrics.items()}
+        self._call(self.send_metrics, values, step, keep={"step": step, "values": dict(values)})
 
     def log_media(self, key: str, media: Media, step: int) -> None:
-        self._send_media(f"{self.prefix}-{key}" if self.prefix else key, media, step)
+        self._send_media(self._prefixed(key), media, step)
 
     def _send_media(self, key: str, media: Media, step: int) -> None:
         self._call(self.send_media, key, media, step, keep={"step": step, "key": key, "media": media})

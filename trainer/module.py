@@ -43,7 +43,17 @@ EXCLUDED_FROM_PICKLE = (
     *GRAPH_BREAKING_METHODS,
 )
 """Attributes excluded when a module is copied or pickled."""
-READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch", "global_rank", "local_rank", "loggers")
+READ_ONLY = (
+    "hparams",
+    "trainer",
+    "device",
+    "dtype",
+    "global_step",
+    "current_epoch",
+    "global_rank",
+    "local_rank",
+    "loggers",
+)
 
 
 class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers, nn.Module):
@@ -73,20 +83,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         super().__init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "hparams":
-            raise ConfigError(
-                "self.hparams is not assigned: call self.save_hyperparameters(...) in __init__, with names of "
-                "arguments or a dict; or self.hparams.update(...)."
-            )
         if name in READ_ONLY:
-            raise ConfigError(f"self.{name} is set by the trainer: call yours something else, such as self.my_{name}.")
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            self._check_constructed()
+            raise ConfigError(
+                f"self.{name} is set by the trainer (hparams by self.save_hyperparameters): call yours something else, "
+                f"such as self.my_{name}."
+            )
         super().__setattr__(name, value)
-
-    def _check_constructed(self) -> None:
-        if "_modules" not in self.__dict__:
-            raise ConfigError(f"{type(self).__name__}.__init__ has to call super().__init__() first of all.")
 
     # -- what to compute -----------------------------------------------------------------------------------------------
 
@@ -239,13 +241,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             metrics.log_without_loader(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """Call `log` for each entry, with the same options.
-
-        Raises:
-            ConfigError: `dictionary` is not a dict; or as `log` does.
-        """
-        if not hasattr(dictionary, "items"):
-            raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(dictionary).__name__}.")
+        """Call `log` for each entry, with the same options."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 

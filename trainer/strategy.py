@@ -704,10 +704,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
     known = available_strategies()
     if strategy == "auto" and device_type == "xla":
         return known["xla"](), "auto: torch_xla's devices"
-    if strategy == "auto" and num_processes > 1:
-        return known["ddp"](), f"auto: {num_processes} processes"
     if strategy == "auto":
-        return known["single_device"](), "auto: 1 process"
+        return known["ddp" if num_processes > 1 else "single_device"](), f"auto: {num_processes} processes"
     if strategy not in known:
         classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
         words = classes | words_for("strategy", [strategy])
@@ -766,7 +764,8 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
         ]
     problems = []
     for name, child in module.named_modules():
-        wrapper = next((kind.__name__ for kind in type(child).__mro__ if kind.__name__ in TORCH_WRAPPERS), None)
+        bases = [kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch.")]
+        wrapper = next(filter(TORCH_WRAPPERS.__contains__, bases), None)
         if wrapper is not None:
             where = ".".join(filter(None, (type(module).__name__, name)))
             problems.append(

@@ -212,3 +212,8 @@ def test_tf32_set_by_the_new_api(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.check().stdout.split() == ["19500000000000.0", "156000000000000.0", "312000000000000.0"]
+
+
+def test_two_that_would_log_the_same_names_are_refused() -> None:
+    with raises_recorded(ConfigError):
+        quiet(max_epochs=1, callbacks=[ThroughputMonitor(), ThroughputMonitor(window_size=5)]).fit(Toy(), [])

@@ -120,7 +120,6 @@ WRONG: dict[str, Any] = {
     "captions": lambda log: log.log_image("a", picture(), caption=["a", "b"]),
     "options": lambda log: log.log_image("a", picture(), masks=3),
     "row": lambda log: log.log_table("a", ["x"], [[1], [1, 2]]),
-    "no table": lambda log: log.log_table("a"),
     "nothing finite": lambda log: log.log_histogram("a", torch.full((3,), torch.nan)),
     "empty": lambda log: log.log_histogram("a", []),
 }

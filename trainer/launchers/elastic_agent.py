@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from trainer.launchers.logs import Logs
 from trainer.launchers.restarts import BEGUN, STOPPED
@@ -29,52 +30,22 @@ _STORE_TIMEOUT_S = _STOP_TIMEOUT_S + 10
 _NOTICE_S = 10.0
 
 
-class LocalRendezvous(RendezvousHandler):
+class LocalRendezvous(StaticTCPRendezvous):
     """The rendezvous of a single machine, which waits for no other one.
 
     Args:
         run_id: value of TORCHELASTIC_RUN_ID in the processes.
         address: of this machine.
-        store: what the processes find at `address`, as their MASTER_ADDR and MASTER_PORT.
+        store: what the processes find at `address`, as their MASTER_ADDR and MASTER_PORT; it outlives every attempt.
     """
 
     def __init__(self, run_id: str, address: str, store: TCPStore) -> None:
-        self._run_id = run_id
-        self._address = address
-        self._store = store
+        super().__init__(address, store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
         self._of_agent = HashStore()
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: the processes use the store of this process, which outlives every attempt."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "local"
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the rank of this machine, the only one."""
-        return RendezvousInfo(self._of_agent, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
-
-    def is_closed(self) -> bool:
-        """Return False: this rendezvous is never closed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no machine can join."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to shut down."""
-        return True
+        return RendezvousInfo(self._of_agent, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
 class Agent(LocalElasticAgent):

@@ -11,20 +11,12 @@ from trainer.errors import ConfigError, did_you_mean
 
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight", "add_dataloader_idx")
 
-LIGHTNING_EQUIVALENTS = {
-    "reduction": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
-    "tbptt_reduce_fx": "Leave it out: log the parts of a sequence with reduce_fx.",
-    "tbptt_pad_token": "Leave it out: log the parts of a sequence with reduce_fx.",
-    "sync_dist_op": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
-}
-"""Options of other trainers and of earlier versions -> advice."""
-
 
 def reject_unknown_options(options: Iterable[str]) -> None:
     """Raise `ConfigError` for options that `self.log` does not have."""
     for option in options:
-        hint = LIGHTNING_EQUIVALENTS.get(option) or did_you_mean(option, OPTIONS).strip()
-        raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
+        hint = did_you_mean(option, OPTIONS)
+        raise ConfigError(f"self.log has no option {option!r}.{hint} Options: {', '.join(OPTIONS)}.")
 
 
 _FUNCTIONS = {

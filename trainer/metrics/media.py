@@ -189,10 +189,8 @@ def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
     """Make a table of columns and rows, or of a data frame.
 
     Raises:
-        ConfigError: there is neither data nor a data frame, or both; or a row has more or fewer cells than columns.
+        ConfigError: a row has more or fewer cells than columns.
     """
-    if (dataframe is None) == (data is None):
-        raise ConfigError("log_table takes either columns= and data=, a list of rows, or dataframe=.")
     if dataframe is not None:
         columns, data = list(dataframe.columns), dataframe.values.tolist()
     rows = [[_plain(cell) for cell in row] for row in data]

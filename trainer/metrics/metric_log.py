@@ -567,9 +567,9 @@ class MetricLog:
 
     def _combine(self, name: Any, options: LogOptions, values: list[float | None], weight: float) -> float | None:
         """Return the reduction of the values of all ranks that have one; None without a value."""
-        if options.metric is not None:
-            return self._compute(name, self.module.get_submodule(options.metric))
         found = [value for value in values if value is not None]  # a process whose weights are all 0 has none
+        if options.metric is not None and not found:  # of an epoch: those by step have values
+            return self._compute(name, self.module.get_submodule(options.metric))
         if not found or (options.reduction == "mean" and not weight):
             return None
         value = reduce(COMBINE_HOST[options.reduction], found)
