@@ -221,7 +221,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "generative-gan",
         "overrides-norms_logged",
         "callbacks-metrics_in_every_hook",
-        "callbacks-early_stopping",
         "callbacks-prediction_writer",
     ),
     "loop/test_hook_changes.py::test_on_two_processes": ("ddp",),

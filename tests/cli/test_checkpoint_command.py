@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tests.helpers.processes import run_python
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.cli.checkpoint.command import EXAMPLES, SUBCOMMANDS
 from trainer.cli.main import main
 from trainer.testing import flip_byte, largest_file, truncate
 
@@ -315,21 +314,6 @@ def test_numbers_that_a_dtype_cannot_hold_are_not_exported_as_infinite(checkpoin
 # -- help and mistakes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [None, *SUBCOMMANDS])
-def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
-    result = run_python(
-        "import sys\n"
-        "sys.modules['torch'] = None\n"
-        "from trainer.__main__ import main\n"
-        "sys.exit(main(['checkpoint', *sys.argv[1:]]))\n",
-        *([name] if name else []),
-        "--help",
-    ).check()
-    assert (EXAMPLES[name] if name else "export") in result.stdout
-    if name in ("ls", "verify"):
-        assert "(all of them)" in result.stdout
-
-
 def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
     lines = [["ls"], ["ls", "--verify", "--json"], ["show"], ["show", "--json"], ["verify"]]
     commands = [["checkpoint", name, str(run), *options] for name, *options in lines]
@@ -337,52 +321,3 @@ def test_looking_at_checkpoints_imports_no_torch(run: Path) -> None:
     ended = run_python(f"{code}print([main(command) for command in {commands!r}])").check()
     assert ended.stdout.endswith("[0, 0, 0, 0, 0]\n")
     assert "net.embedding.weight  float32    [5, 3]" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ([], 2, "usage: trainer checkpoint"),
-        (["lst", "x"], 2, "invalid choice: 'lst'. Did you mean 'list'?"),
-        (["export", "runs/version_0", "new", "--dtype", "bf17"], 2, "invalid choice: 'bf17'. Known: float32"),
-        (["ls"], 2, "arguments are required: PATH. See trainer checkpoint ls --help."),
-        (["ls", "nowhere"], 1, "there is no checkpoint or folder 'nowhere'"),
-        (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),
-        (["show", "runs/version_0", "--ckpt", "bets"], 1, "Did you mean 'best'? There are: step=10, step=20, step=30"),
-        (
-            ["show", "runs/version_0/checkpoints/step=10", "--ckpt", "best"],
-            2,
-            "is itself a checkpoint: leave out --ckpt",
-        ),
-        (
-            ["verify", "empty"],
-            1,
-            "empty is not a checkpoint, and there is none in it. Give a checkpoint, a run directory",
-        ),
-        (["show", "empty"], 1, "or a folder of runs, such as their default_root_dir."),
-        (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
-        (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
-        (["export", "runs/version_0", "new", "--max-shard-size", "x"], 2, "give a number with its unit, such as 5GB"),
-        (
-            ["export", "runs/version_0", "empty", "--max-shard-size", "5GB", "--force"],
-            2,
-            "has no model.safetensors",
-        ),
-        (["export", "runs/version_0", "new", "--hf"], 2, "the checkpoint names no Hugging Face model"),
-        (
-            ["ls", "runs", "--metric", "val_los"],
-            2,
-            "no checkpoint has it. Did you mean 'val_loss'? There are: acc,",
-        ),
-        (
-            ["ls", "runs", "--jsno"],
-            2,
-            "'--jsno'. Did you mean '--json'? See trainer checkpoint --help.",
-        ),
-    ],
-)
-def test_mistakes_are_answered(checkpoint, run: Path, arguments: list[str], code: int, says: str) -> None:
-    Path("empty").mkdir()
-    printed = checkpoint(*arguments)
-    assert printed.code == code
-    assert says in printed.err

@@ -174,28 +174,6 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--module", "mymodel.py:Trained", "--optimizer", "SGD"], "(Trained) defines configure_optimizers"),
-        (["--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
-        (["--optimizer", "SGD", "--optimizer.learning_rate=1"], "optimizer (SGD) has no argument 'learning_rate'"),
-        (["--lr_scheduler", "StepLR"], "lr_scheduler: there is no optimizer in the configuration"),
-        (["--optimizer", "SGD", "--lr_scheduler", "StepLR"], "needs the argument 'step_size'"),
-        (
-            ["--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau"],
-            "command line: lr_scheduler: ReduceLROnPlateau needs the name of a logged value. Write lr_scheduler: "
-            "{class_path: ReduceLROnPlateau, monitor: val_loss}, or --lr_scheduler.monitor val_loss.",
-        ),
-        (["--optimizer", "torch.nn.Linear"], "Linear is not derived from Optimizer"),
-    ],
-)
-def test_wrong_optimizers(command: Command, bare: list[str], options: list[str], message: str) -> None:
-    code, _, err = command("fit", *bare, *options)
-    assert code == 2
-    assert message in err
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["help", "fit"], "usage: trainer fit --config"),
@@ -226,35 +204,6 @@ def test_help_on_anything(command: Command, bare: list[str], arguments: list[str
     code, out, err = command(*arguments)
     assert code == 0, err
     assert words in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train"], "unknown command 'train'. Use fit."),
-        (["help", "ModelCheckpoin"], "Did you mean 'ModelCheckpoint'?"),
-        (["fit", "--data.help"], "no data is chosen"),
-        (["fit", "--config", "run.yaml", "trainer.max_epochs=3"], "Write --trainer.max_epochs 3."),
-        (["fit", "--trainer", "max_epochs=3"], "Write --trainer.max_epochs 3."),
-        (["fit", "--module", "mymodel.py:Bare", "--world-size", "16"], "It goes with --dry-run"),
-        (["fit", "-c", "nothing.yaml"], "nothing.yaml: there is no such file"),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer", "a=3"], "error: command line: trainer: given"),  # once
-        (["completion", "bsh"], "invalid choice: 'bsh'. Did you mean 'bash'? Known: bash, zsh, fish."),
-        (["runs"], "arguments are required: COMMAND"),
-        (["help", "fsdp", "ddp"], "unexpected 'ddp'"),
-        (["help", "mymodel.py"], "mymodel.py is a file: write file.py:Class. It has: "),
-        (["fit", "--module", "mymodel.py"], "mymodel.py is a file: write file.py:Class."),
-        (["fit", "--trainer.strategy.help"], "shown by trainer help NAME"),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "FSDPStrategy"], "Use 'fsdp'. Known:"),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "DDPStrategy"], "Use 'ddp'."),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "zero2"], "Use 'deepspeed_stage_2'. Known:"),
-        (["fit", "-c", "mymodel.py", "--dry-run", "--world-size", "2"], "mymodel.py"),
-    ],
-)
-def test_other_words_get_ours(command: Command, bare: list[str], arguments: list[str], words: str) -> None:
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert words in err
 
 
 def test_untrained_weights_are_reported(command: Command, bare: list[str]) -> None:
@@ -611,35 +560,12 @@ def test_a_typo_is_answered_without_torch(project: Path) -> None:
         assert words in answer, line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["checkpoint", "export", "runs", "w.pt"], "Call it w.safetensors"),
-        (["estimate", "7B"], "unexpected '7B'. See trainer estimate --help."),
-    ],
-)
-def test_what_is_refused_says_what_to_type(command: Command, arguments: list[str], words: str) -> None:
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert words in err
-
-
 def test_templates_are_text_on_the_command_line(command: Command, bare: list[str]) -> None:
     options = ["--trainer.callbacks", "ModelCheckpoint", "--optimizer", "SGD", "--print-config"]
     for name in ("{epoch}", "{epoch:02d}", "{epoch}-{val_loss:.2f}"):
         code, out, err = command("fit", *bare, *options, "--trainer.callbacks.0.filename", name)
         assert code == 0, err
         assert yaml.safe_load(out)["trainer"]["callbacks"][0]["init_args"]["filename"] == name
-
-
-def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
-    for wrong, words in {
-        ("--lr-scheduler", "StepLr"): "unknown scheduler 'StepLr'. Did you mean 'StepLR'?",
-        ("--trainer.callbacks.patience", "3"): 'trainer.callbacks.0: given {"init_args": {"patience": 3}}, allowed: ',
-    }.items():
-        code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)
-        assert code == 2
-        assert words in err
 
 
 def test_words_of_the_checkpoint_command(command: Command, project: Path, bare: list[str]) -> None:

@@ -78,31 +78,3 @@ def test_nothing_is_replaced_without_force(command: Command) -> None:
     assert "nope.json: there is no such file" in command("config", "--from", "nope.json")[2]
     assert command("config", "--preset", "cpu", "--force")[0] == 0
     assert trainer_section("run.yaml")["precision"] == "32-true"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "cpu", "--output", "x.json"], "ends with .yaml"),
-        (["--preset", "cpu", "--output", "nowhere/x.yaml"], "there is no folder nowhere"),
-        (["--preset", "cpu", "--from", "x.json"], "remove one"),
-        (["--output", "-"], "goes with --preset or --from"),
-        (["--from", "nowhere.json"], "no such file"),
-        (["--pressed", "cpu"], "--pressed"),
-    ],
-)
-def test_wrong_usage_writes_nothing(command: Command, arguments: list[str], message: str) -> None:
-    code, _, err = command("config", *arguments)
-    assert code == 2
-    assert message in err
-    assert os.listdir() == ["mymodel.py"]
-
-
-def test_help_needs_no_torch() -> None:
-    result = run_python(
-        "import sys\nfor name in ('torch', 'numpy', 'pydantic', 'yaml'):\n    sys.modules[name] = None\n"
-        "from trainer.__main__ import main\nsys.exit(main())\n",
-        *("config", "--help"),
-    ).check()
-    assert "zero3-offload" in result.stdout
-    assert "trainer config --from" in result.stdout

@@ -284,10 +284,3 @@ def test_fit_says_what_to_do_with_it(command: Command, foreign: Path, name: str)
         f"error: {name}: this is {kind} configuration, not one of ours. "
         f"Translate it with: trainer config --from {name}\n"
     )
-
-
-def test_a_configuration_of_ours_is_not_translated(command: Command) -> None:
-    Path("ours.yaml").write_text("trainer: {precision: bf16}\n")
-    code, _, err = command("config", "--from", "ours.yaml")
-    assert code == 2
-    assert "goes to trainer fit --config as it is" in err

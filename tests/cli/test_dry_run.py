@@ -193,27 +193,6 @@ def test_a_json_whose_batch_cannot_be_split(dry: Command) -> None:
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "needs the number of processes: --world-size 1024"),
-        (["--world-size", "0"], "'0': give a number from 1"),
-        (["--world-size", "x"], "--world-size: 'x': give a number from 1"),
-        (["--worldsize", "8"], "Did you mean '--world-size'?"),
-        (["--world-size", "12", "--nproc-per-node", "8"], "give --nproc-per-node, or another --world-size."),
-        (["--world-size", "12", "--trainer.devices", "5"], "cannot be divided into machines of 5 processes"),
-        (["--world-size", "8", "--trainer.max_epoch", "3", "--module.widht", "3"], "Did you mean 'max_epochs'?"),
-        (["--world-size", "8", "--module.widht", "3", "--module.manuel", "true"], "2 problems in the configuration"),
-        (["--world-size", "8", "--trainer.accelerator", "gpus"], "Did you mean 'gpu'?"),
-    ],
-)
-def test_wrong_usage(dry: Command, arguments: list[str], message: str) -> None:
-    code, out, err = dry(*arguments)
-    assert code == 2
-    assert message in err
-    assert "OK" not in out
-
-
 def test_everything_that_cannot_be_is_reported_at_once(dry: Command) -> None:
     mesh = ("--trainer.strategy", "fsdp", "--trainer.strategy.device_mesh", "[2, 2]", "--device-memory", "1e-6")
     code, out, _ = dry("--world-size", "8", *mesh, "--module.manual", "true", "--trainer.gradient_clip_val", "1")
@@ -293,12 +272,6 @@ def test_json_stands_alone(net: Path) -> None:
     assert found["ok"]
     assert {check["subject"] for check in found["checks"]} >= {"processes", "strategy", "layout", "epoch", "memory"}
     assert "the user's file speaks" in result.stderr
-
-
-def test_help_needs_no_torch() -> None:
-    program = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\nsys.exit(main())\n"
-    result = run_python(program, "fit", "--dry-run", "--help").check(0)
-    assert "trainer fit --config run.yaml --dry-run --world-size 1024" in result.stdout
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

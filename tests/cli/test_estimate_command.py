@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
@@ -81,17 +80,6 @@ def row(found: dict[str, Any], word: str) -> dict[str, Any]:
 # -- from a number -----------------------------------------------------------------------------------------------------
 
 
-def test_help_needs_no_torch() -> None:
-    result = run_python(
-        "import sys\nfor name in ('torch', 'numpy', 'pydantic'):\n    sys.modules[name] = None\n"
-        "from trainer.__main__ import main\nsys.exit(main())\n",
-        "estimate",
-        "--help",
-    )
-    result.check()
-    assert result.stdout
-
-
 @pytest.mark.parametrize(("devices", "device"), [("1", "112.00"), ("4", "28.00")])
 def test_a_table_of_the_strategies(command: Command, devices: str, device: str) -> None:
     code, out, _ = command("estimate", "--params", "7e9", "--devices", devices, "--precision", "bf16")
@@ -135,32 +123,6 @@ def test_float64_has_no_rows_of_deepspeed(command: Command) -> None:
     for precision, has_rows in (("64-true", False), ("32-true", True)):
         found = estimated(command, "--params", "7e9", "--precision", precision)
         assert any("deepspeed" in row["label"] for row in found["strategies"]) == has_rows
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "--params 7e9"),
-        ("--params 7e9 --config run.yaml", "either a configuration"),
-        ("--params seven", "give a number with its unit"),
-        ("--params 0", "give a number with its unit"),
-        ("--parms 7e9", "Did you mean '--params'?"),
-        ("--params 7e9 --precision bf15", "unknown precision 'bf15'"),
-        ("--params 7e9 --devices 0", "give a number from 1"),
-        ("--params 7e9 --vocabulary 900000 --hidden 4096", "two tables of --vocabulary"),
-        ("--params 7e9 --gpus 8", "--gpus and --memory go together"),
-        ("--params 7e9 --gpus 8 --memory 80", "the memory with its unit: --gpus 64 --memory 80G"),
-        ("--params 7e9 --gpus 8 --memory 80G", "give --hidden --heads --sequence --layers too"),
-        ("--config wrong.json --module.width 3", "unknown key 'model_type'"),
-        ("--config wrong.json --gpus 8 --memory 80G --sequence 4k", "transformers cannot build this model"),
-        ("--config no.yaml", "no.yaml"),
-    ],
-)
-def test_mistakes_name_the_fix(command: Command, project: Path, arguments: str, message: str) -> None:
-    (project / "wrong.json").write_text('{"model_type": "nonsense"}')
-    code, out, err = command("estimate", *arguments.split())
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 # -- from a configuration ----------------------------------------------------------------------------------------------
@@ -207,17 +169,6 @@ def test_what_cannot_be_asked_is_assumed_and_said(command: Command) -> None:
     assert code == 0, err
     assert "the module was built in memory" in out
     assert "configure_optimizers cannot be asked here (ValueError: no data here); AdamW is assumed" in out
-
-
-@pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(
-    ("name", "message"), [("Empty", "Empty has lazy layers, or no parameters"), ("Lazy", "Lazy has lazy layers")]
-)
-def test_modules_that_cannot_be_counted(command: Command, name: str, message: str) -> None:
-    code, _, err = command("estimate", "--module", f"nets.py:{name}")
-    assert code == 2
-    assert message in err
-    assert "--params" in err
 
 
 def test_the_sizes_of_a_transformer_are_found_in_the_module(command: Command) -> None:
@@ -363,10 +314,3 @@ def test_parameters_are_those_of_the_model(command: Command, project: Path, name
     found = estimated(command, *given)
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert found["layouts"]
-
-
-def test_plan_names_the_command_that_took_its_place(command: Command) -> None:
-    code, _, err = command("plan", "--params", "7b")
-    assert code == 2
-    assert "trainer estimate --gpus N --memory SIZE" in err
-    assert len(err.splitlines()) == 1

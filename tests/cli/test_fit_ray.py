@@ -38,32 +38,6 @@ def test_the_options_are_rays() -> None:
     assert options == RayOptions(2, True, {"CPU": 4.0, "GPU": 0.5}, "/shared", -1, "auto")
 
 
-def test_everything_wrong_is_reported_at_once(project: Path, command: Command) -> None:
-    (project / "run.yaml").write_text("module: mymodel.py:Net\ntrainer: {max_step: 3}\n")
-    words = ("num_worker=2", "use_gpu", "resources_per_worker=2")
-    code, _, err = command("fit", "--config", "run.yaml", "--ray", *words)
-    assert code == 2
-    for problem in (
-        "unknown 'num_worker'. Did you mean 'num_workers'?",
-        "--ray use_gpu needs a value: --ray use_gpu=VALUE.",
-        "--ray resources_per_worker: given '2', allowed: a mapping of texts to numbers",
-        "run.yaml:2: trainer has no argument 'max_step'",
-    ):
-        assert problem in err
-
-
-def test_only_fit_knows_it(project: Path, command: Command) -> None:
-    code, _, err = command("validate", *FIT[1:], "--ray", "num_workers=2")
-    assert code == 2
-    assert "unknown option '--ray'" in err
-
-
-def test_a_storage_that_is_no_folder(project: Path, command: Command) -> None:
-    code, _, err = command(*FIT, "--ray", "num_workers=2", "storage_path=s3://bucket/runs")
-    assert code == 2
-    assert "give also --trainer.default_root_dir" in err
-
-
 def test_without_ray(project: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = command(*FIT, "--ray", "num_workers=2")

@@ -80,30 +80,6 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give both: trainer init --template digits my_digits"),
-        (["new"], "give both"),
-        (["--template", "digits"], "give both"),
-        (["--template", "digit", "new"], "Did you mean 'digits'?"),
-        (["--template", "../digits", "new"], "unknown template"),
-        (["--template", "gpt", "mymodel.py"], "mymodel.py cannot be written"),
-        (["--template", "gpt", "."], "is not empty, and nothing in it is replaced"),
-        (["--template", "gpt", "mymodel.py/new"], "cannot be written"),
-        (["--template", "gpt", "new", "newer"], "unexpected 'newer'. See trainer init --help."),
-    ],
-)
-def test_wrong_usage_writes_nothing(command: Command, project: Path, arguments: list[str], message: str) -> None:
-    before = files_of(project)
-    code, out, err = command("init", *arguments)
-    assert code == 2
-    assert message in err
-    assert out == ""
-    assert files_of(project) == before
-    assert not (project / "new").exists()
-
-
 def test_an_empty_folder_and_one_in_a_new_folder_are_taken(command: Command, project: Path) -> None:
     (project / "empty").mkdir()
     for folder in ("empty", "a/b"):

@@ -100,49 +100,6 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
     result.check()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "nothing to launch: give a script, -m MODULE or a trainer command"),
-        (["gone.py"], "there is no script 'gone.py'"),
-        (["--num_processes", "2", "mymodel.py"], "Use --nproc-per-node N: processes on this machine"),
-        (["--master-addr", "a", "mymodel.py"], "unknown option '--master-addr'. Use --rdzv HOST:PORT"),
-        (["--main_process_ip", "a", "--main_process_port", "1", "mymodel.py"], "Use --rdzv HOST:PORT"),
-        (["--main_process_port=1", "mymodel.py"], "Use --rdzv HOST:PORT, the same on all machines"),
-        (["--num_machines", "2", "mymodel.py"], "Use --nnodes N"),
-        (["--multi_gpu", "mymodel.py"], "Use nothing: one process is started for each GPU"),
-        (["--config_file", "a.yaml", "mymodel.py"], "`trainer config --from FILE` translates a file of Accelerate"),
-        (["--mixed_precision", "bf16", "mymodel.py"], "Use Trainer(precision='bf16-mixed')"),
-        (["--rdzv-backend", "etcd", "mymodel.py"], "invalid choice: 'etcd'. Known: c10d."),
-        (["--print", "mymodel.py"], "--print: for a file for sbatch, which --slurm --print writes"),
-        (["--nodes", "2", "--partition", "gpu", "mymodel.py"], "--partition: for a file for sbatch"),
-        (["gone.py"], "there is no script"),
-        (["mypackage.train"], "Is it a module? Write -m before it."),
-        (["--nproc-per-nod", "2", "mymodel.py"], "unknown option '--nproc-per-nod'. Did you mean '--nproc-per-node'?"),
-        (["--devices", "2", "mymodel.py"], "unknown option '--devices'. Use --nproc-per-node N: processes on this"),
-        (["--gpus=2", "mymodel.py"], "Use --nproc-per-node N"),
-        (["--nproc-per-node", "two", "mymodel.py"], "--nproc-per-node two: give a number from 1, gpu, cpu or auto"),
-        (["--nnodes", "2", "mymodel.py"], "--nnodes 2 machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv"),
-        (["--nnodes", "4:2", "--rdzv", "a:1", "mymodel.py"], "--nnodes: '4:2': give a number of machines from 1, or"),
-        (["--nnodes", "2", "--rdzv", "a:b", "mymodel.py"], "'a:b': give HOST:PORT"),
-        (
-            ["--nnodes", "2", "--rdzv", "a", "--node-rank", "2", "mymodel.py"],
-            "--node-rank 2: give a number from 0 to 1",
-        ),
-        (["--rdzv-conf", "wait=3", "mymodel.py"], "'wait=3': give KEY=SECONDS with one of join_timeout"),
-        (["--max-restarts", "-1", "mymodel.py"], "'-1': give a number from 0"),
-        (["--slurm", "mymodel.py"], "--slurm writes a file for sbatch, and starts nothing: add --print"),
-        (["--slurm", "--print", "--nodes", "0", "mymodel.py"], "--nodes: '0': give a number from 1"),
-        (["--slurm", "--print", "--rdzv", "a:1", "mymodel.py"], "the machines are --nodes and meet by themselves"),
-    ],
-)
-def test_wrong_command_lines(command: Command, arguments: list[str], message: str) -> None:
-    code, out, err = command("launch", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-
-
 def test_a_rendezvous_port_that_is_taken_is_reported(project: Path) -> None:
     import socket
 

@@ -199,32 +199,6 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
     assert [row["module.width"] for row in csv.DictReader(io.StringIO(out))] == ["3", "3", ""]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["ls", "nowhere"], 2, "there is no folder nowhere"),
-        (["ls", "."], 1, "no runs below ."),
-        (["ls", "runs", "--sort", "scor"], 2, "Did you mean 'score'?"),
-        (["ls", "runs", "--filter", "score"], 2, "write NAME>VALUE"),
-        (["ls", "runs", "--filter", "score>abc"], 2, "score is a number: give one after >, and not 'abc'."),
-        (["ls", "runs", "--filter", "score=1", "--filter", "step<=2s"], 2, "give one after <=, and not '2s'."),
-        (["ls", "runs", "--metric", "scor"], 2, "Did you mean 'score'?"),
-        (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
-        (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
-        (["ls", "runs", "--filter", "score>"], 2, "score is a number: give one after >"),
-        (["list"], 2, "invalid choice: 'list'. Did you mean 'ls'?"),
-    ],
-)
-def test_mistakes(
-    command: Command, project: Path, request: pytest.FixtureRequest, arguments: list[str], code: int, words: str
-) -> None:
-    if "runs" in arguments:
-        request.getfixturevalue("runs")
-    found, _, err = command("runs", *arguments)
-    assert found == code
-    assert words in err
-
-
 def test_damaged_files_leave_their_cells_empty(command: Command, runs: Path) -> None:
     run = runs / "a" / "version_0"
     (run / "hparams.json").write_text("{")
@@ -261,35 +235,6 @@ def test_curves(command: Command, runs: Path, name: str) -> None:
         text = (runs / name).read_text()
         assert all(f"version_0, lr={lr}" in text for lr in (0.1, 0.5))
     assert (runs / name).read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype"}[name[7:]])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["runs/empty"], "runs/empty has no values: give the directory of a run"),
-        (["runs/a", "--output", "taken.png"], "--output taken.png: it cannot be written: Is a directory."),
-        (
-            ["runs/a/version_0/hparams.json"],
-            "hparams.json has no values: give the directory of a run, or",
-        ),
-        (["empty/metrics.csv"], "empty/metrics.csv has no values"),
-        (["nowhere"], "there is no 'nowhere'. Give the directory of a run, or a folder with runs below."),
-        (["runs/aa"], "there is no 'runs/aa'. Did you mean 'a'?"),
-        (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
-        (["runs/a", "--output", "curves.gif"], ".gif is none of .png, .svg, .pdf, .html"),
-        (["runs/a", "--output", "nowhere/curves.png"], "there is no folder nowhere"),
-        (["runs/a", "--smooth", "1"], "give a number from 0 that is less than 1"),
-    ],
-)
-def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], words: str) -> None:
-    if "taken.png" in arguments:
-        pytest.importorskip("matplotlib")
-    Path("taken.png").mkdir()
-    Path("empty").mkdir()
-    Path("empty/metrics.csv").write_text("step,loss\n")
-    code, _, err = command("plot", *arguments)
-    assert code == 2
-    assert words in err
 
 
 def test_a_file_of_metrics_stands_for_its_run(command: Command, runs: Path) -> None:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.messages import raises_recorded
 from trainer.config.loading import Configuration, load
 from trainer.config.read import read
 from trainer.config.tree import Diagnostics, Node
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `trainer ...` with these arguments: gives the exit code, stdout and stderr."""
+
+
+class RefusedError(Exception):
+    """A command's exit code, and what it has said on stderr."""
+
+
+def refused(command: Command, *arguments: str) -> str:
+    """Return what a command says as it fails: the words that are recorded, with nothing on stdout and no traceback."""
+    with raises_recorded(RefusedError):
+        code, out, err = command(*arguments)
+        assert code != 0, out
+        assert out == ""
+        assert "Traceback" not in err
+        raise RefusedError(f"exit code {code}: {err}")
+    return err
 
 
 def loaded(*files: str, overrides: Sequence[tuple[str, Node]] = ()) -> Configuration:
