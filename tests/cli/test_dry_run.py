@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.processes import run_python
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done
 from trainer import Strategy, TrainModule
 from trainer.cli.doctor.results import gib
 from trainer.distributed.fake_process_group import fake_process_group
@@ -106,8 +106,7 @@ def printed(out: str, subject: str) -> list[str]:
 
 
 def test_replicas_on_a_thousand_processes(dry: Command) -> None:
-    code, out, _ = dry("--world-size", "1024", "--data.samples", "9000", "--trainer.accumulate_grad_batches", "2")
-    assert code == 0
+    out, _ = done(dry("--world-size", "1024", "--data.samples", "9000", "--trainer.accumulate_grad_batches", "2"))
     assert printed(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
     assert printed(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
     assert printed(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 data-parallel ranks = 8,192 samples"]
@@ -122,8 +121,7 @@ def test_replicas_on_a_thousand_processes(dry: Command) -> None:
 
 @pytest.mark.parametrize(("world", "share"), [(8, 3 * 64 * 8), (1024, 3 * 64)])
 def test_shards(dry: Command, world: int, share: int) -> None:
-    code, out, _ = dry("--world-size", str(world), "--trainer.strategy", "fsdp")
-    assert code == 0
+    out, _ = done(dry("--world-size", str(world), "--trainer.strategy", "fsdp"))
     lines = printed(out, "layout")
     assert lines[:2] == [
         f"OK mesh: {world} shards",
@@ -146,8 +144,7 @@ def test_the_mesh_of_hybrid_sharding(dry: Command) -> None:
         "--trainer.strategy.sharding_strategy",
         "HYBRID_SHARD",
     )
-    code, out, _ = dry(*hybrid, "--nproc-per-node", "4", "--no-data")
-    assert code == 0
+    out, _ = done(dry(*hybrid, "--nproc-per-node", "4", "--no-data"))
     assert printed(out, "layout")[0] == "OK mesh: 4 replicas of 4 shards"
     assert f": {gib(16 * 12288 // 4)}, " in printed(out, "memory")[0]
     code, out, _ = dry(*hybrid, "--trainer.strategy.device_mesh", "[2, 8]", "--no-data")
@@ -161,11 +158,10 @@ def test_the_mesh_of_hybrid_sharding(dry: Command) -> None:
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_deepspeed(dry: Command) -> None:
     three = ("--trainer.strategy", "deepspeed_stage_3", "--trainer.precision", "bf16-mixed", "--no-data")
-    code, out, _ = dry("--world-size", "8", *three)
-    assert code == 0
+    out, _ = done(dry("--world-size", "8", *three))
     # 2 bytes for a weight and for its gradient, 12 for the master copy and Adam's averages.
     assert f"deepspeed_stage_3: {gib(16 * 12288 // 8)}, " in printed(out, "memory")[0]
-    code, out, _ = dry("--world-size", "1024", *three, "--trainer.strategy.offload_optimizer", "cpu")
+    _, out, _ = dry("--world-size", "1024", *three, "--trainer.strategy.offload_optimizer", "cpu")
     assert f"deepspeed_stage_3: {gib(4 * 12288 // 1024)}, " in printed(out, "memory")[0]
     assert "on the host for each process" in printed(out, "memory")[0]
 
@@ -210,8 +206,7 @@ def test_the_memory_of_a_device(dry: Command) -> None:
     assert memory.startswith("FAIL fsdp: 12.0 GiB, at times ")
     typed = "--config run.yaml --devices 8 --num-nodes 2 --module.width=65536"
     assert memory.endswith(f"more than 40 GiB: compare the strategies, trainer estimate {typed}")
-    code, out, _ = dry("--world-size", "1024", *large[2:], "--device-memory", "50")
-    assert code == 0
+    out, _ = done(dry("--world-size", "1024", *large[2:], "--device-memory", "50"))
     assert printed(out, "memory")[0].startswith("OK fsdp: 0.2 GiB, at times 48.0 GiB more")
 
 
@@ -224,8 +219,7 @@ def test_blocks_that_are_not_there(dry: Command) -> None:
 
 
 def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:
-    code, out, _ = dry("--world-size", "8", "--data.samples", "0")
-    assert code == 0
+    out, _ = done(dry("--world-size", "8", "--data.samples", "0"))
     (line,) = printed(out, "data")
     assert line.startswith("WARN it cannot be read here: FileNotFoundError: /cluster/data.")
     assert "--no-data" in line
@@ -252,8 +246,7 @@ def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
 
 def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
     for message in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
-        code, out, err = dry("--world-size", "8", "--no-data", *message)
-        assert code == 0, err
+        out, _ = done(dry("--world-size", "8", "--no-data", *message))
         assert printed(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
     code, out, _ = dry(
         "--no-data", "--trainer.accelerator", "cpu", "--trainer.devices", "4", "--trainer.num_nodes", "2"

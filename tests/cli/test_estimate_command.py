@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 
@@ -66,8 +66,7 @@ def nets(project: Path) -> None:
 
 
 def estimated(command: Command, *arguments: str) -> dict[str, Any]:
-    code, out, err = command("estimate", *arguments, "--json")
-    assert code == 0, err
+    out, _ = done(command("estimate", *arguments, "--json"))
     found: dict[str, Any] = json.loads(out)
     return found
 
@@ -82,8 +81,7 @@ def row(found: dict[str, Any], word: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("devices", "device"), [("1", "112.00"), ("4", "28.00")])
 def test_a_table_of_the_strategies(command: Command, devices: str, device: str) -> None:
-    code, out, _ = command("estimate", "--params", "7e9", "--devices", devices, "--precision", "bf16")
-    assert code == 0
+    out, _ = done(command("estimate", "--params", "7e9", "--devices", devices, "--precision", "bf16"))
     assert f"on each of {devices} processes" in out
     (line,) = (line.split() for line in out.splitlines() if "fsdp, xla_fsdp" in line)
     assert line[-3] == device
@@ -109,8 +107,7 @@ def test_machines_and_the_hybrid_layout(command: Command) -> None:
 
 def test_activations_are_an_estimate_and_say_their_assumptions(command: Command) -> None:
     sizes = ["--layers", "32", "--hidden", "4096", "--sequence", "2048", "--batch", "1", "--precision", "bf16-mixed"]
-    code, out, _ = command("estimate", "--params", "6442450944", *sizes)  # 12 width^2 a layer: an MLP of 4 widths
-    assert code == 0
+    out, _ = done(command("estimate", "--params", "6442450944", *sizes))
     assert "a transformer of 32 layers, width 4096" in out
     assert "MLP of 16384, vocabulary unknown, micro-batches of 1 x 2048 tokens" in out
     kept = row(estimated(command, "--params", "6442450944", *sizes), "ddp")["activations"]
@@ -133,8 +130,7 @@ def test_a_configuration_is_counted_without_memory(command: Command) -> None:
     Path("run.yaml").write_text(
         "module: nets.py:Big\ntrainer: {devices: 2, precision: bf16-mixed, strategy: ddp, accelerator: cuda}\n"
     )
-    code, out, err = command("estimate", "--config", "run.yaml")
-    assert code == 0, err
+    out, _ = done(command("estimate", "--config", "run.yaml"))
     assert "Big: 100,130,000 parameters, 30,000 of them frozen" in out
     assert "100,000 of them trained by no optimizer; 28 bytes of buffers" in out
     assert "SGD (1 numbers for each parameter)" in out
@@ -165,8 +161,7 @@ def test_the_strategy_of_the_configuration_counts_with_its_options(command: Comm
 
 @pytest.mark.usefixtures("nets")
 def test_what_cannot_be_asked_is_assumed_and_said(command: Command) -> None:
-    code, out, err = command("estimate", "--module", "nets.py:Looks")
-    assert code == 0, err
+    out, _ = done(command("estimate", "--module", "nets.py:Looks"))
     assert "the module was built in memory" in out
     assert "configure_optimizers cannot be asked here (ValueError: no data here); AdamW is assumed" in out
 
@@ -225,8 +220,7 @@ def test_layouts_are_complete_and_sorted_by_what_they_send(command: Command, lla
 
 
 def test_layouts_are_printed_with_the_options_of_the_strategy(command: Command, llama: str) -> None:
-    code, out, _ = command("estimate", "--config", llama, *GPUS)
-    assert code == 0
+    out, _ = done(command("estimate", "--config", llama, *GPUS))
     assert "LlamaForCausalLM: 70,553,706,496 parameters" in out
     assert "a transformer of 80 layers, width 8192, 64 heads, MLP of 28672, vocabulary 128256" in out
     rows = [line for line in out.splitlines() if "_parallel=" in line]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ROOT, fork_python, run_python
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done
 from trainer.cli import init
 from trainer.cli.init import FOLDER, NEEDS, TEMPLATES
 
@@ -101,8 +101,7 @@ def test_a_read_only_installation_gives_files_that_can_be_changed(
 
 def test_a_missing_package_is_reported(command: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "find_spec", lambda name: None)
-    code, out, _ = command("init", "--template", "digits", "new")
-    assert code == 0
+    out, _ = done(command("init", "--template", "digits", "new"))
     assert "It needs packages that are not installed: pip install scikit-learn torchmetrics tensorboard pytest" in out
     assert "not installed: pip install pytest\n" in command("init", "--template", "gpt", "other")[1]
     monkeypatch.setattr(init, "find_spec", find_spec)
@@ -116,8 +115,7 @@ def test_ctrl_c_ends_with_a_word(command: Command, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_templates_are_listed(command: Command) -> None:
-    code, out, _ = command("init", "--list")
-    assert code == 0
+    out, _ = done(command("init", "--list"))
     assert [line.split()[0] for line in out.splitlines()] == list(TEMPLATES)
 
 

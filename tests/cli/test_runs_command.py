@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import run_python
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint
 from trainer.cli.plot import MOST_NAMES, smoothed, style_of
@@ -62,8 +62,7 @@ def runs(project: Path) -> Path:
 
 
 def listed(command: Command, *arguments: str) -> list[dict]:
-    code, out, err = command("runs", "ls", *arguments, "--json")
-    assert code == 0, err
+    out, _ = done(command("runs", "ls", *arguments, "--json"))
     found: list[dict] = json.loads(out)
     return found
 
@@ -191,8 +190,7 @@ def test_values_that_are_not_finite_are_last_and_text_in_json(command: Command, 
 
 
 def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
-    code, out, _ = command("runs", "ls", str(runs), "--metric", "score")
-    assert code == 0
+    out, _ = done(command("runs", "ls", str(runs), "--metric", "score"))
     assert out.splitlines()[0].split() == ["name", "state", "step", "epoch", "began", "time", "score", "module.lr"]
     assert len(out.splitlines()) == 4
     _, out, _ = command("runs", "ls", str(runs), "--csv", "--hparam", "module.width")
@@ -226,10 +224,7 @@ def test_it_imports_no_torch(runs: Path) -> None:
 @pytest.mark.parametrize("name", ["curves.png", "curves.svg", "curves.html"])
 def test_curves(command: Command, runs: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    code, out, err = command(
-        "plot", str(runs / "a"), str(runs / "deep"), "--output", str(runs / name), "--smooth", "0.5"
-    )
-    assert code == 0, err
+    out, _ = done(command("plot", str(runs / "a"), str(runs / "deep"), "--output", str(runs / name), "--smooth", "0.5"))
     assert "score" in out
     if name.endswith("svg"):
         text = (runs / name).read_text()

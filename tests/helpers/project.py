@@ -13,18 +13,29 @@ Command = Callable[..., tuple[int, str, str]]
 """Runs `trainer ...` with these arguments: gives the exit code, stdout and stderr."""
 
 
-class RefusedError(Exception):
-    """A command's exit code, and what it has said on stderr."""
+class RecordedText(Exception):  # noqa: N818
+    """A text that the snapshot has."""
+
+
+def assert_recorded(text: str) -> None:
+    """Compare a text with the one that tests/messages.json has for the test."""
+    with raises_recorded(RecordedText):
+        raise RecordedText(text)
+
+
+def done(ran: tuple[int, str, str]) -> tuple[str, str]:
+    """Return what a command has said on stdout and on stderr; it has to have succeeded."""
+    code, out, err = ran
+    assert code == 0, err
+    return out, err
 
 
 def refused(command: Command, *arguments: str) -> str:
-    """Return what a command says as it fails: the words that are recorded, with nothing on stdout and no traceback."""
-    with raises_recorded(RefusedError):
-        code, out, err = command(*arguments)
-        assert code != 0, out
-        assert out == ""
-        assert "Traceback" not in err
-        raise RefusedError(f"exit code {code}: {err}")
+    """Return what a command says on stderr as it fails, in the words that are recorded, without a traceback."""
+    code, out, err = command(*arguments)
+    assert code != 0, out
+    assert "Traceback" not in out + err
+    assert_recorded(f"exit code {code}: {out}{err}")
     return err
 
 
