@@ -111,10 +111,7 @@ def test_results_of_tests_are_counted_and_reasons_named(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
     lines = gpu._of_junit(result).splitlines()
     assert lines[0] == "1 passed, 1 failed, 1 skipped."
-    assert lines[2:] == [
-        "- skipped: `test_some.test_b`: no second GPU",
-        "- failed: `test_some.test_c`: assert 1 == 2",
-    ]
+    assert lines[2:] == ["- skipped: `test_some.test_b`: no second GPU", "- failed: `test_some.test_c`: assert 1 == 2"]
 
 
 def test_a_part_that_fails_is_reported_and_fails_the_run() -> None:

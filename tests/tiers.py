@@ -319,10 +319,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_model_parallel.py::test_the_processes_of_one_model_draw_the_same_numbers": ("without a seed",),
     "strategies/test_steps_by_hand.py::test_processes_that_use_different_layers_are_refused": (),
     "strategies/test_steps_by_hand.py::test_that_zero_moves_what_a_step_has_not_used_is_said_once": (),
-    "strategies/test_steps_by_hand.py::test_weights_are_those_of_a_hand_written_loop": (
-        "single-*",
-        "FSDP x2-*",
-    ),
+    "strategies/test_steps_by_hand.py::test_weights_are_those_of_a_hand_written_loop": ("single-*", "FSDP x2-*"),
     "strategies/test_strategy_parity.py::test_the_losses_are_those_of_a_hand_written_loop": (
         "single-*",
         "* x2-gpt, tokens",

@@ -179,7 +179,7 @@ def test_defaults_of_any_type_may_be_typed_out(fit: Command, first: tuple[str, .
     Path("mymodel.py").write_text(Path("mymodel.py").read_text() + TYPED)
     Path("run.yaml").write_text(RUN.replace("{class_path: mymodel.py:Net, init_args: {lr: 0.01}}", "mymodel.py:Typed"))
     assert fit(*first)[0] == 0
-    out, err = done(fit(*second, *LAST, "--trainer.max_epochs", "2"))
+    out, _ = done(fit(*second, *LAST, "--trainer.max_epochs", "2"))
     assert "run directory:  runs/version_0" in out
     refused(fit, *DEFAULTS, "--module.dt", "float16", "--module.layers.depth", "3", *LAST)
     refused(fit, "--module.dts", "[float16]", "--module.act", "GELU", "--module.kind", "torch.nn.GELU", *LAST)

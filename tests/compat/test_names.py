@@ -25,14 +25,7 @@ from trainer.callbacks import (
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
-from trainer.compat.names import (
-    ALIASES,
-    HOMES,
-    MODULES,
-    NAMES,
-    TRAINER_ARGUMENTS,
-    WORDS,
-)
+from trainer.compat.names import ALIASES, HOMES, MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
 from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy

@@ -10,20 +10,12 @@ from typing import Any, Literal
 import pytest
 
 from tests.helpers.annotated import Act
+from tests.helpers.project import assert_recorded
 from tests.messages import raises_recorded
 from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
-from trainer.config.tree import (
-    Diagnostics,
-    Node,
-    Source,
-    canonical,
-    dotted,
-    from_override,
-    is_index,
-    merge,
-)
+from trainer.config.tree import Diagnostics, Node, Source, canonical, dotted, from_override, is_index, merge
 from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
 from trainer.errors import ConfigError
 
@@ -127,47 +119,34 @@ def test_json_is_read_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("name", "text"),
     [
-        ("run.yaml", "a: 1\nb: [1\nc: 2\n", "run.yaml:3: not valid YAML: while parsing a flow sequence expected"),
-        ("run.yaml", "a:\n\tb: 1\n", "run.yaml:2: not valid YAML"),
-        ("run.yaml", "a:\n\tb: 1\n", "Indent with spaces, not tabs"),
-        ("run.yaml", "a: 1\n b: 2\n", "run.yaml:2: not valid YAML: mapping values are not allowed here"),
-        ("run.yaml", "a: *b\n", "run.yaml:1: not valid YAML: found undefined alias"),
-        ("run.yaml", "a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML"),
-        ("run.yaml", "a: 1\nb: \x07\n", "run.yaml:2: not valid YAML: special characters are not allowed"),
-        ("run.yaml", "a: 1\nb: 2\na: 3\n", "run.yaml:3: key 'a' is given twice, at lines 1 and 3. Keep one."),
-        ("run.yaml", "x:\n  a: &a [*a]\n", "run.yaml:2: this value contains itself"),
-        (
-            "run.yaml",
-            "x: !!python/object:os.system 3\n",
-            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system'",
-        ),
-        ("run.yaml", "? [a]\n: 3\n", "run.yaml:1: a key must be a name"),
-        (
-            "run.yaml",
-            "",
-            "run.yaml: the file is empty; a configuration has the keys module, data, trainer, optimizer, lr_sche",
-        ),
-        ("run.yaml", "\n# only this\n", "run.yaml: the file is empty"),
-        ("run.yaml", "\n- a\n", "run.yaml:2: this is not a mapping of names to values"),
-        ("run.json", "", "run.json: the file is empty"),
-        ("run.json", '{"a": 1,\n"b" 2}', "run.json:2: not valid JSON: Expecting ':' delimiter (column 5)."),
-        ("run.json", '{"a": 1,\n"a": 2}', "run.json:2: key 'a' is given twice, at lines 1 and 2. Keep one."),
-        ("run.toml", "a = 1\nb = \n", "run.toml:2: not valid TOML: Invalid value (column 5)."),
-        ("run.toml", "a = 1\na = 2\n", "run.toml:2: not valid TOML: Cannot overwrite a value"),
-        (
-            "run.ini",
-            "a = 1\n",
-            "run.ini: cannot tell what kind of file this is from '.ini'; allowed: .yaml, .yml, .json",
-        ),
+        ("run.yaml", "a: 1\nb: [1\nc: 2\n"),
+        ("run.yaml", "a:\n\tb: 1\n"),
+        ("run.yaml", "a: 1\n b: 2\n"),
+        ("run.yaml", "a: *b\n"),
+        ("run.yaml", "a: 1\n---\nb: 2\n"),
+        ("run.yaml", "a: 1\nb: \x07\n"),
+        ("run.yaml", "a: 1\nb: 2\na: 3\n"),
+        ("run.yaml", "x:\n  a: &a [*a]\n"),
+        ("run.yaml", "x: !!python/object:os.system 3\n"),
+        ("run.yaml", "? [a]\n: 3\n"),
+        ("run.yaml", ""),
+        ("run.yaml", "\n# only this\n"),
+        ("run.yaml", "\n- a\n"),
+        ("run.json", ""),
+        ("run.json", '{"a": 1,\n"b" 2}'),
+        ("run.json", '{"a": 1,\n"a": 2}'),
+        ("run.toml", "a = 1\nb = \n"),
+        ("run.toml", "a = 1\na = 2\n"),
+        ("run.ini", "a = 1\n"),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(name: str, text: str, expected: str) -> None:
+def test_a_broken_file_is_named_with_its_line(name: str, text: str) -> None:
     value, problems = read(text, name)
     assert value is None
     assert len(problems) == 1
-    assert expected in problems[0]
+    assert_recorded(problems[0])
 
 
 def test_a_missing_file_is_named_with_one_that_is_there() -> None:
@@ -246,9 +225,7 @@ def test_mappings_are_merged_deeply_and_lists_replaced() -> None:
 def test_another_class_starts_from_its_own_defaults_and_that_is_said() -> None:
     value, _, notes = merged("module: {class_path: a.B, init_args: {x: 1}}", "module: c.D")
     assert value == {"module": {"class_path": "c.D"}}
-    assert notes == [
-        "tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out.",
-    ]
+    assert notes == ["tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out."]
 
 
 @pytest.mark.parametrize(
@@ -312,12 +289,6 @@ def test_a_key_with_nothing_behind_it_is_named(tmp_path: Path) -> None:
         *("1: data is empty, which is null.", "3: init_args is empty, which is null."),
         "5: callbacks is empty, which is null.",
     ]
-
-
-def test_the_same_class_keeps_its_arguments() -> None:
-    value, _, notes = merged("module: {class_path: /there:a.B, init_args: {x: 1}}", "module: a.B")
-    assert value == {"module": {"class_path": "a.B", "init_args": {"x": 1}}}
-    assert notes == []
 
 
 def test_numbers_change_elements_of_a_list() -> None:
