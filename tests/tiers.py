@@ -259,7 +259,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "limited",
     ),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
-    "test_engine_processes.py::test_a_gan_trains_as_on_one_process": (),
     "test_engine_processes.py::test_what_a_strategy_cannot_do_is_refused_in_words": (),
     "test_precision_float8.py::test_a_resumed_run_has_the_same_bits": ("single", "TP x2"),
     "test_precision_float8.py::test_checkpoints_go_between_precisions": ("single", "TP x2"),
