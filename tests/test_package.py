@@ -77,14 +77,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
         copy(file, source)
     for name in (
-        "pyproject.toml",
-        "setup.py",
-        "LICENSE",
-        "MANIFEST.in",
-        "Makefile",
-        "mkdocs.yml",
-        "CITATION.cff",
-        ".pre-commit-config.yaml",
+        *("pyproject.toml", "setup.py", "LICENSE", "MANIFEST.in", "Makefile", "mkdocs.yml"),
+        *("CITATION.cff", ".pre-commit-config.yaml"),
     ):
         copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]

@@ -248,13 +248,8 @@ OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.config
         (("--module", "mymodel.py:Bare", "--optimizer"), ("SGD", "AdamW")),
         (
             (
-                "--module",
-                "mymodel.py:Bare",
-                "--optimizer",
-                "SGD",
-                "--lr_scheduler",
-                "StepLR",
-                "--lr_scheduler.step_size",
+                *("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--lr_scheduler"),
+                *("StepLR", "--lr_scheduler.step_size"),
             ),
             ("1", "2"),
         ),

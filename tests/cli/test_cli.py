@@ -179,11 +179,8 @@ def test_fit_validate_test_and_predict(project: Path) -> None:
     (project / "run.yaml").write_text(RUN + QUIET.replace("{", "{callbacks: callbacks.Mine, ", 1))
     result = run("fit", "--config", "run.yaml", "--trainer.max_epochs", "2").check()
     for line in (
-        "after 8 steps:",
-        "val_loss",
-        "run directory:  runs/version_0\n",
-        "configuration:  runs/version_0/config.yaml\n",
-        "checkpoints:    runs/version_0/checkpoints\n",
+        *("after 8 steps:", "val_loss", "run directory:  runs/version_0\n"),
+        *("configuration:  runs/version_0/config.yaml\n", "checkpoints:    runs/version_0/checkpoints\n"),
         "CSV log:        runs/version_0/metrics.csv\n",
         "trainer validate --config runs/version_0/config.yaml --ckpt-path last\n",
     ):

@@ -137,12 +137,7 @@ def test_shards(dry: Command, world: int, share: int) -> None:
 
 def test_the_mesh_of_hybrid_sharding(dry: Command) -> None:
     hybrid = (
-        "--world-size",
-        "16",
-        "--trainer.strategy",
-        "fsdp",
-        "--trainer.strategy.sharding_strategy",
-        "HYBRID_SHARD",
+        *("--world-size", "16", "--trainer.strategy", "fsdp", "--trainer.strategy.sharding_strategy", "HYBRID_SHARD"),
     )
     out, _ = done(dry(*hybrid, "--nproc-per-node", "4", "--no-data"))
     assert printed(out, "layout")[0] == "OK mesh: 4 replicas of 4 shards"

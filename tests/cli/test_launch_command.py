@@ -133,16 +133,7 @@ def sbatch(command: Command, *arguments: str) -> str:
 def test_a_file_for_sbatch_with_one_task_per_gpu(command: Command) -> None:
     text = sbatch(
         command,
-        "--nodes",
-        "4",
-        "--gpus-per-node",
-        "8",
-        "--time",
-        "24:00:00",
-        "--partition",
-        "a100",
-        "mymodel.py",
-        "a b",
+        *("--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "a100", "mymodel.py", "a b"),
     )
     for line in (
         "#SBATCH --nodes=4",

@@ -367,15 +367,10 @@ def test_a_long_word_is_shortened_in_the_error(command: Command, name: str) -> N
 
 
 TOO_LONG = (
-    "estimate --params 7B --nproc-per-node NINES",
-    "launch --nproc-per-node NINES train.py",
-    "launch --nnodes NINES train.py",
-    "launch --max-restarts NINES train.py",
-    "launch --nnodes 2 --rdzv host:NINES train.py",
-    "launch --slurm --print --nodes NINES train.py",
-    "fit --config NINES.yaml",
-    "fit --module NINES",
-    "fit --module NINES.Net",
+    *("estimate --params 7B --nproc-per-node NINES", "launch --nproc-per-node NINES train.py"),
+    *("launch --nnodes NINES train.py", "launch --max-restarts NINES train.py"),
+    *("launch --nnodes 2 --rdzv host:NINES train.py", "launch --slurm --print --nodes NINES train.py"),
+    *("fit --config NINES.yaml", "fit --module NINES", "fit --module NINES.Net"),
 )
 
 

@@ -31,22 +31,8 @@ class Model(TrainModule):
 CHOICES = ("[CLS]", "*", "---", "1", "0042", "null", "{a}", "&a", "- a", "a: b", "&a b", "true", "1e3", "a.b", "# x")
 MODEL = MODEL.replace("CHOICES", repr(CHOICES))
 TEXTS = [
-    *(
-        "a: b",
-        "@home",
-        "*.parquet",
-        "/data/run #2",
-        "[0-9]+",
-        "0042",
-        "%d",
-        "{x}",
-        "{epoch:02d}-{val_loss:.2f}",
-        "a:",
-        "  a  ",
-        "1e5",
-        "- a",
-        "> a",
-    ),
+    *("a: b", "@home", "*.parquet", "/data/run #2", "[0-9]+", "0042", "%d", "{x}", "{epoch:02d}-{val_loss:.2f}", "a:"),
+    *("  a  ", "1e5", "- a", "> a"),
     *("a\tb", "a\nb", '{"a": 1}', "true", "", "~x", "'quoted'", '"', "&a", "1_000", "2026_11_28", "---", "null"),
     *("...", "!!null", "null # x", "&x null", "# x", "!!int 3", "1 # x", "&x 1", "--- 1", "!x", "{}", "[]", "[MASK]"),
     *("* x", "{epoch:02d}-{val_loss:.2f}"),
@@ -94,12 +80,8 @@ def test_choices_are_typed_as_they_are(arguments: object, text: str) -> None:
 def test_in_references(arguments: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TEXT", text)
     words = [
-        "--module.tag",
-        "${env:A_TEXT}",
-        "--module.name",
-        "run-${env:A_TEXT}-x",
-        "--module.root",
-        "w-${module.mixed}",
+        *("--module.tag", "${env:A_TEXT}", "--module.name", "run-${env:A_TEXT}-x"),
+        *("--module.root", "w-${module.mixed}"),
     ]
     found = arguments(*words, "--module.mixed", f"x{text}", "--module.free", "v${env:NOT_THERE,}")  # type: ignore[operator]
     assert found == {"tag": text, "name": f"run-{text}-x", "root": f"w-x{text}", "mixed": f"x{text}", "free": "v"}
