@@ -7,9 +7,7 @@ import json
 import os
 import re
 import subprocess
-import sys
 import traceback
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,7 +15,7 @@ from importlib import import_module
 from inspect import getdoc, isclass, signature
 from itertools import pairwise
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
@@ -616,32 +614,6 @@ def test_the_second_name_of_a_folder_is_refused_and_heavy_packages_wait_until_th
     assert not HEAVY & set(seen["after Trainer()"])
     assert seen["words"] == []
     assert "trainer.compat.names" in seen["words after a miss"]
-
-
-def test_the_wheel_has_the_linked_folders_under_the_package(tmp_path: Path) -> None:
-    pytest.importorskip("build")
-    pytest.importorskip("setuptools", minversion="77")
-    source = tmp_path / "source"
-    source.mkdir()
-    for folder in ("trainer", "strategies", "callbacks", "examples"):
-        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__", "version_*"))
-    for name in ("pyproject.toml", "README.md"):
-        copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = {"trainer/" + _slashed(name, path) for name, path in FILES.items()}
-    examples = [path for path in (source / "examples").rglob("*") if path.is_file()]
-    expected |= {f"trainer/{path.relative_to(source).as_posix()}" for path in examples}
-    assert names == expected | {"trainer/py.typed", "trainer/loggers.pyi", "trainer/profilers.pyi"}
-
-
-def _slashed(name: str, path: Path) -> str:
-    parts = [*name.split("."), "__init__"] if path.name == "__init__.py" else name.split(".")
-    return "/".join(part for part in parts if part) + ".py"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
