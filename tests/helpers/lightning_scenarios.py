@@ -28,9 +28,23 @@ Part: Any = object
 """The class below the parts of modules here, which are laid over the `Net` of a library: see `lightning_runs`."""
 
 
+def does(**methods: Any) -> Any:
+    """Return a part with these methods."""
+    return type("Module", (Part,), methods)
+
+
+def notes(**hooks: Any) -> Any:
+    """Return a part whose hooks note what these functions of the module and the hook's arguments return."""
+
+    def noting(what: Any) -> Any:
+        return lambda self, *arguments: self.record.noted.append(what(self, *arguments))
+
+    return does(**{name: noting(what) for name, what in hooks.items()})
+
+
 def with_optimizer(make: Any) -> Any:
     """Return a part with `configure_optimizers` returning `make(module)`."""
-    return type("Module", (Part,), {"configure_optimizers": lambda self: make(self)})
+    return does(configure_optimizers=lambda self: make(self))
 
 
 def sgd_with(rate: Any, module: Any) -> Any:
@@ -386,11 +400,6 @@ class LogsTwice(Part):
         return loss
 
 
-class OneNameInTwoHooks(Part):
-    def on_validation_batch_end(self, *arguments: Any) -> None:
-        self.log("val_loss", 100.0)
-
-
 class MaximaOfNan(Part):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         value = float("nan") if batch_idx == 1 else float(batch_idx)
@@ -442,18 +451,6 @@ class ReturnsDict(Part):
         self.record.noted.append((sorted(outputs), outputs["loss"].requires_grad, outputs["size"]))
 
 
-class ReturnsNoneAtTimes(Part):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            return None
-        return super().training_step(batch, batch_idx)
-
-
-class SkipsTheRest(Part):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 2 else None
-
-
 class FrozenInEval(Part):
     def __init__(self) -> None:
         super().__init__()
@@ -474,15 +471,15 @@ class Stops(Part):
             self.trainer.should_stop = True
 
 
+class ReturnsNoneAtTimes(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
 class SeveralLoaders(Part):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.record.noted.append((batch_idx, dataloader_idx))
         self.log("val_loss", self.loss_of(batch))
-
-
-class Predicts(Part):
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return self(batch[0])
 
 
 def _activity(name: str) -> Any:
@@ -601,17 +598,6 @@ def fit_with_none_on_the_module(trainer: Any, module: Any) -> None:
     trainer.fit(module, loader(), loader(seed=8))
 
 
-class GradientsSeen(Part):
-    def on_after_backward(self) -> None:
-        self.record.noted.append(("after backward", self.head.bias.grad.tolist()))
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.record.noted.append(("before step", self.head.bias.grad.tolist()))
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.record.noted.append(("before zero", self.head.bias.grad is None))
-
-
 def data_module_of(library: Library, record: Record) -> Any:
     class Data(library.DataModule):  # type: ignore[misc]
         def prepare_data(self) -> None:
@@ -636,16 +622,6 @@ def data_module_of(library: Library, record: Record) -> Any:
             record.noted.append(("teardown", stage))
 
     return Data()
-
-
-class Validations(Part):
-    def on_validation_epoch_end(self) -> None:
-        self.record.noted.append(self.trainer.global_step)
-
-
-class LastBatches(Part):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.record.noted.append((batch_idx, self.trainer.is_last_batch))
 
 
 class Stream(IterableDataset[Any]):
@@ -726,18 +702,13 @@ class NotesLoaders(Part):
         self.record.noted.append(self.trainer.num_training_batches)
 
 
-class Grows(Part):
-    def train_dataloader(self) -> Any:
-        return loader(6 + 3 * self.current_epoch)
-
-
 def stops_in(hook: str, epoch: int) -> Any:
     """Return a part that asks for a stop in a hook of an epoch."""
 
     def stop(self: Any) -> None:
         self.trainer.should_stop = self.trainer.should_stop or self.current_epoch == epoch
 
-    return type("Module", (Part,), {hook: stop})
+    return does(**{hook: stop})
 
 
 def stops_after_validation(library: Library, record: Record, folder: Path) -> list[Any]:
@@ -747,11 +718,6 @@ def stops_after_validation(library: Library, record: Record, folder: Path) -> li
                 trainer.should_stop = True
 
     return [Stop()]
-
-
-class ConstantValue(Part):
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", 1.0)
 
 
 def one_name_in_both(**options: Any) -> Any:
@@ -787,11 +753,6 @@ def values(*by_epoch: float) -> Any:
             self.log("val_loss", by_epoch[self.current_epoch])
 
     return Module
-
-
-class NotesSaves(Part):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.record.noted.append(self.trainer.global_step)
 
 
 def values_at_steps(by_step: dict[int, float]) -> Any:
@@ -944,14 +905,6 @@ def default_fit(trainer: Any, module: Any) -> None:
     trainer.fit(module, loader(), loader(seed=8))
 
 
-class WithoutOptimizer(Part):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss_of(batch)
-
-    def configure_optimizers(self) -> Any:
-        return None
-
-
 def without_positive() -> DataLoader[Any]:
     """Return a loader that gives None in place of some batches."""
     collate = torch.utils.data.default_collate
@@ -960,22 +913,6 @@ def without_positive() -> DataLoader[Any]:
 
 def late_schedule(library: Library, record: Record, folder: Path) -> list[Any]:
     return [library.GradientAccumulationScheduler({1: 4})]
-
-
-class FailsAndTearsDown(Part):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise ArithmeticError
-
-    def teardown(self, stage: str) -> None:
-        self.record.noted.append(("teardown", stage))
-
-
-class NotesModes(Predicts):
-    def on_predict_model_eval(self) -> None:
-        self.record.noted.append("on_predict_model_eval")
-
-    def on_predict_model_train(self) -> None:
-        self.record.noted.append("on_predict_model_train")
 
 
 def counts_calls(trainer: Any, module: Any) -> None:
@@ -1054,6 +991,33 @@ def three_schedules(module: Any) -> Any:
 
 HOOKED = ("hooks", "module_hooks")
 ALL = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "noted")
+
+Predicts = does(predict_step=lambda self, batch, batch_idx, dataloader_idx=0: self(batch[0]))
+ConstantValue = does(validation_step=lambda self, batch, batch_idx: self.log("val_loss", 1.0))
+SkipsTheRest = does(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 2 else None)
+Grows = does(train_dataloader=lambda self: loader(6 + 3 * self.current_epoch))
+OneNameInTwoHooks = does(on_validation_batch_end=lambda self, *arguments: self.log("val_loss", 100.0))
+FailsAndTearsDown = type(
+    "Module",
+    (notes(teardown=lambda self, stage: ("teardown", stage)),),
+    {"training_step": lambda self, batch, batch_idx: 1 // 0},
+)
+Validations = notes(on_validation_epoch_end=lambda self: self.trainer.global_step)
+LastBatches = notes(on_train_batch_end=lambda self, outputs, batch, batch_idx: (batch_idx, self.trainer.is_last_batch))
+NotesSaves = notes(on_save_checkpoint=lambda self, checkpoint: self.trainer.global_step)
+NotesModes = type(
+    "Module",
+    (Predicts, notes(on_predict_model_eval=lambda self: "eval", on_predict_model_train=lambda self: "train")),
+    {},
+)
+GradientsSeen = notes(
+    on_after_backward=lambda self: ("after backward", self.head.bias.grad.tolist()),
+    on_before_optimizer_step=lambda self, optimizer: ("before step", self.head.bias.grad.tolist()),
+    on_before_zero_grad=lambda self, optimizer: ("before zero", self.head.bias.grad is None),
+)
+WithoutOptimizer = does(
+    training_step=lambda self, batch, batch_idx: self.loss_of(batch), configure_optimizers=lambda self: None
+)
 
 NOTHING_TO_RUN = dict.fromkeys(HOOKED, "nothing to run")
 STEP_AXIS = {"logged": "step axis"}
@@ -1342,7 +1306,7 @@ SCENARIOS = [
     Scenario("a third argument of its own, test", ThirdArgumentOfItsOwn, action=run_test, differs=STEP_AXIS),
     Scenario("methods of the base class", CallsTheBase, {"gradient_clip_val": 0.05}),
     Scenario("methods of the base class, predict", CallsTheBase, action=predict),
-    Scenario("methods that are None in the class", type("Module", (Part,), dict.fromkeys(NONE))),
+    Scenario("methods that are None in the class", does(**dict.fromkeys(NONE))),
     Scenario("methods that are None on the module", action=fit_with_none_on_the_module),
     Scenario("no sanity check", settings={"num_sanity_val_steps": 0}),
     Scenario("fast_dev_run", settings={"fast_dev_run": True}),
