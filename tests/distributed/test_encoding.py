@@ -86,8 +86,10 @@ def test_foreign_bytes_are_an_error_and_run_nothing() -> None:
         '{"<kind>": "tensor", "dtype": "torch.float32", "shape": [-1], "at": 0}',
         '{"<kind>": "tensor", "dtype": "torch.float32", "shape": [1], "at": -8}',
         '{"<kind>": "tensor", "dtype": "torch.nothing", "shape": [0], "at": 0}',
-        *('{"<kind>": "Popen", "fields": ["id"]}', '{"<kind>": "FlatSlice", "fields": [1, 2, 3, 4, 5]}'),
-        *('{"<kind>": []}', "[" * 100_000),
+        '{"<kind>": "Popen", "fields": ["id"]}',
+        '{"<kind>": "FlatSlice", "fields": [1, 2, 3, 4, 5]}',
+        '{"<kind>": []}',
+        "[" * 100_000,
     ],
     ids=["huge", "negative", "before", "dtype", "class", "fields", "unhashable", "deep"],
 )

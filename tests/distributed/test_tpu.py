@@ -132,8 +132,10 @@ except ConfigError as error:
     assert output.splitlines() == [
         "tpu; 4; ddp; tpu: TorchTPU 0.2.0 has registered the device",
         "tpu; 4; ddp; auto: TorchTPU 0.2.0 has registered the device",
-        *("tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device", "[]"),
-        *("tpu:0 [5]", "devices=[1, 2]: processes on tpu choose no numbers. Say how many, such as 2."),
+        "tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device",
+        "[]",
+        "tpu:0 [5]",
+        "devices=[1, 2]: processes on tpu choose no numbers. Say how many, such as 2.",
     ]
 
 
