@@ -35,7 +35,7 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_file_of_lightnings_is_taken(command: Command, tmp_path: Path) -> None:
+def test_a_file_of_lightnings_is_taken(command: Command) -> None:
     pl = pytest.importorskip("pytorch_lightning")
 
     class Old(pl.LightningModule):  # type: ignore[misc, name-defined]

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.processes import ROOT, fork_python, run_distributed, run_python
+from tests.helpers.processes import fork_python, run_distributed, run_python
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
 from trainer.cli.doctor import machine as doctor_machine
 from trainer.cli.doctor.results import CheckResult, summary
-
-DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 
 
 def of(results: Any, subject: str) -> CheckResult:

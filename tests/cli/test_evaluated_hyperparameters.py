@@ -184,7 +184,7 @@ def test_arguments_that_nobody_gives_are_asked_for(needs: Command) -> None:
     refused(needs, "validate", *words)
 
 
-def test_elements_are_added_to_the_checkpoints_list(needs: Command, caplog: pytest.LogCaptureFixture) -> None:
+def test_elements_are_added_to_the_checkpoints_list(needs: Command) -> None:
     words = ("--module", "needs.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
     Path("sizes.yaml").write_text("module: {class_path: needs.py:Needs, sizes: [8]}\n")
     for typed, expected in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tests.helpers.launcher_variables import OPEN_MPI, SRUN, TORCHRUN
 from tests.helpers.processes import ROOT, alive, descendants, run_python, start_python, wait_until
-from tests.helpers.project import Command, done
+from tests.helpers.project import Command, assert_recorded, done
 from tests.helpers.training import EVERY, make, steps_of, weights_of
 from trainer.testing.processes import rank_of
 
@@ -130,34 +131,17 @@ def sbatch(command: Command, *arguments: str) -> str:
     return out
 
 
-def test_a_file_for_sbatch_with_one_task_per_gpu(command: Command) -> None:
-    text = sbatch(
-        command,
-        *("--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--partition", "a100", "mymodel.py", "a b"),
-    )
-    for line in (
-        "#SBATCH --nodes=4",
-        "#SBATCH --ntasks-per-node=8",
-        "#SBATCH --gpus-per-node=8",
-        "#SBATCH --time=24:00:00",
-        "#SBATCH --partition=a100",
-        "#SBATCH --signal=USR1@120",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        "export TRAINER_REQUEUE=1",
-        f"srun --kill-on-bad-exit=1 {sys.executable} mymodel.py 'a b'",
-    ):
-        assert line in text.splitlines(), line
-
-
-def test_a_file_for_sbatch_with_restarts_starts_a_launcher_on_each_machine(command: Command) -> None:
-    arguments = ["--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "3", "--cpus-per-task", "16"]
-    text = sbatch(command, *arguments, "trainer", "fit", "--config", "run.yaml")
-    assert "#SBATCH --ntasks-per-node=1" in text.splitlines()
-    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=16 {sys.executable} -m trainer launch --nnodes 2 " in text
-    assert "--nproc-per-node 8" in text
-    assert "--max-restarts 3" in text
-    assert text.rstrip().endswith("trainer fit --config run.yaml")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nodes 4 --gpus-per-node 8 --time 24:00:00 --partition a100 mymodel.py 'a b'",
+        # With restarts there is a launcher on each machine.
+        "--nodes 2 --gpus-per-node 8 --max-restarts 3 --cpus-per-task 16 trainer fit --config run.yaml",
+    ],
+)
+def test_a_file_for_sbatch(command: Command, line: str) -> None:
+    text = sbatch(command, *shlex.split(line)).replace(sys.executable, "python")
+    assert_recorded("\n".join(line for line in text.splitlines() if not line.startswith("# Written by: ")))
 
 
 def test_env_says_who_decided_and_why(command: Command) -> None:
