@@ -20,9 +20,14 @@ from trainer.errors import ConfigError
 
 REFUSED = "refused"
 CASES: dict[str, list[str]] = {
-    "float": ["1e-4", "3E8", "1", ".inf", "inf", ".nan"],
+    "list[int] | str": ["[1, a]"],
+    "dict[str, str] | None": ["{a: [1]}"],
+    "PositiveInt | None": ["x", "null"],
+    "tuple[int, str]": ["[1]"],
+    "bool | int": ["true", "1"],
+    "float": ["true", "1e-4", "3E8", "1", ".inf", "inf", ".nan"],
     "int": ["1e6", "1_000", "010", "3.0", "true", "0x1F", "-3", "+3"],
-    "bool": ["yes", "on"],
+    "bool": ["1", "yes", "on"],
     "str": ["yes", "no", "12", "2024-01-01", "12:30:00", "null", "|\n  a\n  b", "'a: b'"],
     "Optional[str]": ["null", "~", ""],
     "Optional[int]": ["None"],

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from tests.helpers.annotated import Act
 from tests.helpers.project import assert_recorded
 from tests.messages import raises_recorded
-from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
 from trainer.config.tree import Diagnostics, Node, Source, canonical, dotted, from_override, is_index, merge
-from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
+from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError
 
 
@@ -307,57 +304,6 @@ def test_an_override_is_a_tree_of_one_value() -> None:
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "annotation", "expected"),
-    [
-        (3, int, 3),
-        (1, float, 1.0),
-        ([1, 2], tuple[int, ...], (1, 2)),
-        (["a"], Sequence[str], ["a"]),
-        ("a/b", Path, Path("a/b")),
-        ("a", Literal["a", "b"], "a"),
-        ({0: 8}, dict[int, int], {0: 8}),
-        (None, int | None, None),
-        (True, bool | int, True),
-        (1, int | float, 1),
-        (1.0, int | float, 1.0),
-        ({"x": [1]}, Any, {"x": [1]}),
-    ],
-)
-def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
-    result = validate(value, annotation)
-    assert result == expected
-    assert type(result) is type(expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "annotation", "message"),
-    [
-        (2.5, int, "an integer"),
-        (2.0, int, "an integer"),
-        ("3", int, "an integer"),
-        (True, int, "an integer"),
-        (True, float, "a number"),
-        ("1e-3", float, "a number"),
-        (1, bool, "true or false"),
-        (3, str, "text"),
-        (2.5, int | None, "an integer or null"),
-        ("x", int | float, "a number"),
-        ("c", Literal["a", "b"], '"a" or "b"'),
-        ([1, "a"], list[int] | str, "a list of integers or text"),
-        ({"a": 1}, dict[str, str] | None, "a mapping of texts to texts or null"),
-        ("x", PositiveInt | None, "an integer from 1 up to 2,147,483,647 or null"),
-        ([1], tuple[int, str], "a list (an integer, text)"),
-        ("y", Act, '"RELU" or "PAIR" or "none"'),
-        (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
-    ],
-)
-def test_values_that_do_not_fit(value: Any, annotation: Any, message: str) -> None:
-    with pytest.raises(TypeMismatchError):
-        validate(value, annotation)
-    assert allowed(annotation) == message
 
 
 def test_parameters_without_a_usable_annotation_take_anything() -> None:
