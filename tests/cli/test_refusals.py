@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.helpers.project import Command, refused
-from tests.tiers import Inputs
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import COMMANDS
@@ -378,42 +374,6 @@ TOO_LONG = (
 def test_arguments_that_are_too_long(line: str, command: Command) -> None:
     Path("train.py").write_text("")
     refused(command, *line.replace("NINES", "9" * 5000).split())
-
-
-VALUES = (None, True, 0, 3, -1, 2.5, "", "x", "auto", "mymodel.py:Net", "mymodel.py:Nothing", "torch.nn.Linear", [], {})
-
-
-def mutated(rng: random.Random, tree: Any) -> Any:
-    """Return the tree with one mistake at a place drawn at random."""
-    if isinstance(tree, (dict, list)) and tree and rng.random() < 0.8:
-        key = rng.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
-        changed: Any = tree.copy()
-        how = rng.choice(["deeper", "deeper", "deeper", "without", "misspelt"])
-        if how == "deeper":
-            changed[key] = mutated(rng, tree[key])
-        else:
-            value = changed.pop(key)
-            if how == "misspelt" and isinstance(changed, dict):
-                changed[str(key)[:-1]] = value
-        return changed
-    return rng.choice([*VALUES, [tree], {"x": tree}, str(tree)])
-
-
-def test_a_file_with_mistakes_drawn_at_random_is_taken_or_refused_by_its_name(inputs: Inputs, command: Command) -> None:
-    callbacks = [{"class_path": "EarlyStopping", "init_args": {"monitor": "loss", "patience": 3}}]
-    right = {
-        "module": {"class_path": "mymodel.py:Net", "init_args": {"lr": 0.1}},
-        "data": {"class_path": "mymodel.py:Data", "init_args": {"batch_size": 4}},
-        "trainer": {"max_epochs": 1, "precision": "32-true", "accelerator": "cpu", "callbacks": callbacks},
-    }
-    for rng in inputs:
-        tree = right
-        for _ in range(rng.randint(1, 3)):
-            tree = mutated(rng, tree)
-        Path("drawn.yaml").write_text(yaml.safe_dump(tree))
-        code, _, error = command("fit", "--config", "drawn.yaml", "--dry-run")
-        assert code == 0 or (code == 2 and error.startswith("error: ")), (rng, tree, error)
-        assert "Traceback" not in error, (rng, tree)
 
 
 @pytest.mark.parametrize(
