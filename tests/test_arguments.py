@@ -25,8 +25,6 @@ from trainer.arguments import (
     describe_annotation,
     fits,
     local_path,
-    whole_number,
-    with_python_numbers,
 )
 from trainer.callback import Callback
 from trainer.callbacks import (
@@ -124,21 +122,6 @@ def test_the_message_says_what_to_give(kind: Any, argument: str, value: Any) -> 
         (PositiveInt, [1, 2], [0, 1.0, True, 2**31], "an integer from 1 up to 2,147,483,647"),
         (Any, [None, object()], [], "anything"),
     ],
-    ids=[
-        "int",
-        "float",
-        "choices",
-        "list",
-        "pair",
-        "tuple",
-        "dict",
-        "path",
-        "function",
-        "class",
-        "above",
-        "count",
-        "any",
-    ],
 )
 def test_annotations(annotation: Any, good: list[Any], bad: list[Any], message: str) -> None:
     assert all(fits(value, annotation) for value in good)
@@ -170,11 +153,6 @@ def test_messages_stay_short() -> None:
     assert len(raised.value.problems) == 100
 
 
-@pytest.mark.parametrize(("text", "number"), [("12", 12), ("", None), ("-1", None), ("1.5", None), ("9" * 5000, None)])
-def test_integers_of_texts(text: str, number: int | None) -> None:
-    assert whole_number(text) == number
-
-
 @pytest.mark.parametrize(
     "given",
     [{"deterministic": 1}, {"default_root_dir": "s3:/"}],
@@ -193,22 +171,19 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["a\0b", "~nobody-here/x", "y" * 300], ids=["control", "nobody", "long"])
 @pytest.mark.parametrize(("kind", "name"), FOLDERS)
-def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str, path: str) -> None:
+def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str) -> None:
     with raises_recorded(ConfigError):
-        kind(**{name: path})
+        kind(**{name: "~nobody-here/x"})
+    if kind not in (ModelCheckpoint, OnExceptionCheckpoint):  # it would be a local folder "s3:", of which nobody hears
+        with raises_recorded(ConfigError):
+            kind(**{name: "s3://bucket/x"})
 
 
-LOCAL_FOLDERS = [(kind, name) for kind, name in FOLDERS if kind not in (ModelCheckpoint, OnExceptionCheckpoint)]
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/x", "S3://bucket/x", Path("memory://x"), "http://host/x"], ids=str)
-@pytest.mark.parametrize(("kind", "name"), LOCAL_FOLDERS)
-def test_a_url_is_refused_where_a_folder_of_this_machine_is_meant(kind: type, name: str, path: str | Path) -> None:
-    """It would be a local folder "s3:", about which nobody hears."""
+@pytest.mark.parametrize("path", ["a\0b", "y" * 300, "S3://bucket/x", Path("memory://x"), "http://host/x"], ids=str)
+def test_paths_that_no_folder_can_have_are_refused(path: str | Path) -> None:
     with raises_recorded(ConfigError):
-        kind(**{name: path})
+        CSVLogger(save_dir=path)
 
 
 def test_a_file_url_is_its_path(tmp_path: Path) -> None:
@@ -216,12 +191,6 @@ def test_a_file_url_is_its_path(tmp_path: Path) -> None:
     assert logger.save_dir == str(tmp_path / "logs")
     assert Trainer(accelerator="cpu", default_root_dir=Path(f"file://{tmp_path}/x")).settings.root == tmp_path / "x"
     assert local_path("./s3:/x") == local_path(local_path("./s3:/x")) == Path.cwd() / "s3:" / "x"
-
-
-def test_numbers_of_other_packages_are_numbers() -> None:
-    assert type(EarlyStopping("loss", patience=np.int64(2)).patience) is int  # type: ignore[arg-type]
-    assert DDPStrategy(timeout_seconds=np.float32(0.5)).timeout.total_seconds() == 0.5  # type: ignore[arg-type]
-    assert DDPStrategy(timeout_seconds=Fraction(1, 2)).timeout.total_seconds() == 0.5  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -333,11 +302,6 @@ def test_numbers_of_other_classes_are_taken_as_python_s_are(name: str) -> None:
         for value, same in NUMBERS:
             expected = stored(lambda key=key, value=value: kind(**{**needed, key: value}))  # type: ignore[misc]
             assert stored(lambda key=key, same=same: kind(**{**needed, key: same})) == expected, (key, same)  # type: ignore[misc]
-
-
-def test_an_argument_without_such_numbers_stays_the_same_object() -> None:
-    given = [0, ["a", {"b": (1, 2.0)}], None]
-    assert with_python_numbers(given) is given
 
 
 def test_the_window_takes_a_number_of_numpy_while_training_too() -> None:

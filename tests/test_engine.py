@@ -222,31 +222,6 @@ def test_generators_of_models_and_optimizers_go_on(tmp_path: Path) -> None:
     assert draws(None, resume=True) == whole[3:]
 
 
-def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path) -> None:
-    def epochs(resume: bool) -> list[list[int]]:
-        with Engine(**CPU) as engine:
-            net = nn.Linear(1, 1)
-            model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
-            loader = engine.setup_dataloaders(DataLoader(list(range(12)), batch_size=3, shuffle=True))
-            state = {"model": model, "optimizer": optimizer}
-            seen = []
-            if resume:
-                engine.load(tmp_path / "left", state)
-            for epoch in range(loader.epoch, 3):
-                seen.append([])
-                for number, batch in enumerate(loader):
-                    seen[-1] += batch.tolist()
-                    if epoch == 0 and number == 1:
-                        break
-                if epoch == 0:
-                    engine.save(tmp_path / "left", state)
-            return seen
-
-    unbroken = epochs(resume=False)
-    assert [len(one) for one in unbroken] == [6, 12, 12]
-    assert epochs(resume=True) == unbroken[1:]
-
-
 @pytest.mark.parametrize(("look", "stop"), [("before load", 5), ("after load", 4), ("after load", 6)])
 def test_a_look_at_a_batch_and_an_evaluation_by_next_take_no_epoch(look: str, stop: int, tmp_path: Path) -> None:
     def run(stop: int | None = None, resume: bool = False) -> list[list[int]]:
@@ -278,50 +253,6 @@ def test_a_look_at_a_batch_and_an_evaluation_by_next_take_no_epoch(look: str, st
     assert sorted(number for one in unbroken[:4] for number in one[1:4]) == [*range(12)]
     assert {tuple(one[4:]) for one in unbroken} == {(*range(100, 106),)}
     assert run(stop) + run(resume=True) == unbroken
-
-
-class Gan:
-    """Two models: the second accumulates over two batches, the first steps on each."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        torch.manual_seed(3)
-        one, other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
-        self.made, self.steps = engine.setup(one, AdamW(one.parameters(), 1e-2))
-        self.judge, self.judging = engine.setup(other, AdamW(other.parameters(), 1e-2))
-        self.loader = engine.setup_dataloaders(DataLoader(dataset(24), batch_size=4))
-        names = ("made", "steps", "judge", "judging")
-        self.state: dict[str, Any] = {name: getattr(self, name) for name in names} | {"batches": 0}
-
-    def train(self, until: int, save: Path | None = None) -> dict[str, torch.Tensor]:
-        for inputs, _ in self.loader:
-            self.state["batches"] += 1
-            fake = self.made(inputs + torch.randn_like(inputs))
-            judged = self.judge(inputs).mean() - self.judge(fake.detach()).square().mean()
-            self.engine.backward(judged, model=self.judge)
-            if self.state["batches"] % 2 == 0:
-                self.judging.step()
-                self.judging.zero_grad()
-            self.judge.requires_grad_(False)
-            self.engine.backward(self.judge(fake).mean(), model=self.made)
-            self.judge.requires_grad_(True)
-            self.steps.step()
-            self.steps.zero_grad()
-            if save is not None:
-                self.engine.save(save / str(self.state["batches"]), self.state)
-            if self.state["batches"] == until:
-                break
-        return {**weights(self.made.module), **{f"of {k}": v for k, v in weights(self.judge.module).items()}}
-
-
-@pytest.mark.parametrize("stop", [2, 3])
-def test_gradients_that_wait_for_another_optimizer_are_saved(stop: int, tmp_path: Path) -> None:
-    with Engine(**CPU) as engine:
-        whole = Gan(engine).train(6, tmp_path)
-    with Engine(**CPU) as engine:
-        resumed = Gan(engine)
-        engine.load(tmp_path / str(stop), resumed.state)
-        assert_same_bits(resumed.train(6), whole)
 
 
 @pytest.mark.parametrize("at", ["between two optimizers", "between two updates", "before the step"])

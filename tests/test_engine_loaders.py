@@ -56,6 +56,15 @@ class Loop:
         if self.saves == self.stop:
             raise KilledError
 
+    def through(self, loader: Any) -> None:
+        for batch in loader:
+            self.step(batch)
+            self.save()
+
+    def end_epoch(self) -> None:
+        self.state["epoch"] += 1
+        self.save()
+
     def evaluate(self) -> None:
         held_out = self.engine.setup_dataloaders(numbers(500), training=False)
         with torch.no_grad():
@@ -68,21 +77,15 @@ class Loop:
 
 def fixed(loop: Loop, data: Any) -> None:
     for _ in loop.epochs:
-        for batch in data:
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.through(data)
+        loop.end_epoch()
 
 
 def of_a_variable(loop: Loop, data: Any) -> None:
     for _ in loop.epochs:
         loader = loop.engine.setup_dataloaders(numbers(0))
-        for batch in loader:
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.through(loader)
+        loop.end_epoch()
 
 
 def of_no_variable(loop: Loop, data: Any) -> None:
@@ -90,8 +93,7 @@ def of_no_variable(loop: Loop, data: Any) -> None:
         for batch in loop.engine.setup_dataloaders(numbers(0)):
             loop.step(batch)
             loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.end_epoch()
 
 
 def of_a_helper_and_a_cycle(loop: Loop, data: Any) -> None:
@@ -104,34 +106,23 @@ def of_a_helper_and_a_cycle(loop: Loop, data: Any) -> None:
 
     for _ in loop.epochs:
         holder = Holder()
-        for batch in holder.loader:
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.through(holder.loader)
+        loop.end_epoch()
 
 
 def with_evaluation(loop: Loop, data: Any) -> None:
     for _ in loop.epochs:
-        for batch in data:
-            loop.step(batch)
-            loop.save()
+        loop.through(data)
         loop.evaluate()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.end_epoch()
 
 
 def one_after_the_other(loop: Loop, data: Any) -> None:
     for _ in loop.epochs:
         for first in (0, 100):
-            for batch in loop.engine.setup_dataloaders(numbers(first)) if first else data:
-                loop.step(batch)
-                loop.save()
-        for batch in loop.engine.setup_dataloaders(numbers(200, 20)):
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+            loop.through(loop.engine.setup_dataloaders(numbers(first)) if first else data)
+        loop.through(loop.engine.setup_dataloaders(numbers(200, 20)))
+        loop.end_epoch()
 
 
 def together(loop: Loop, data: Any) -> None:
@@ -140,25 +131,18 @@ def together(loop: Loop, data: Any) -> None:
         for pair in zip(first, second, strict=True):
             loop.step(*pair)
             loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.end_epoch()
 
 
 def in_phases(loop: Loop, data: Any) -> None:
     while loop.state["epoch"] < 2:
         warm = loop.engine.setup_dataloaders(numbers(0))
-        for batch in warm:
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.through(warm)
+        loop.end_epoch()
     while loop.state["epoch"] < 4:
         fine = loop.engine.setup_dataloaders(numbers(0))
-        for batch in fine:
-            loop.step(batch)
-            loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.through(fine)
+        loop.end_epoch()
 
 
 def limited(loop: Loop, data: Any) -> None:
@@ -168,8 +152,7 @@ def limited(loop: Loop, data: Any) -> None:
             if data.batch == 2:
                 break
             loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.end_epoch()
 
 
 def cycled(loop: Loop, data: Any) -> None:
@@ -177,8 +160,7 @@ def cycled(loop: Loop, data: Any) -> None:
         for pair in data:
             loop.step(pair["labeled"], pair["unlabeled"])
             loop.save()
-        loop.state["epoch"] += 1
-        loop.save()
+        loop.end_epoch()
 
 
 def given(program: Callable[..., None]) -> Any:

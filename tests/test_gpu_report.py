@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,40 +26,10 @@ def test_without_cuda_the_report_names_all_tests_as_skipped(tmp_path: Path) -> N
     assert text.count("- skipped: `tests.") == int(number) > 10
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_cuda_the_other_parts_are_left_out(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    report = tmp_path / "report.md"
-    monkeypatch.setattr(gpu, "in_its_own_process", lambda part, *_: (f"result of {part}", True))
-    assert gpu.main(["--report", str(report)]) == 2
-    assert "Nothing was run on a GPU: torch" in capsys.readouterr().err
-    text = report.read_text()
-    assert "result of tests" in text
-    assert text.count("Left out: torch") == len(gpu.PARTS) - 1
-    assert "result of overhead" not in text
-
-
 def test_a_report_that_cannot_be_written_is_reported_before_anything_runs(tmp_path: Path, capsys: Any) -> None:
     report = tmp_path / "no such folder" / "report.md"
     assert gpu.main(["--device", "cpu", "--small", "--report", str(report)]) == 2
     assert capsys.readouterr().err == f"Nothing was run: --report {report}: No such file or directory.\n"
-
-
-def test_finished_parts_are_in_the_report_of_an_interrupted_run(tmp_path: Path, monkeypatch: Any) -> None:
-    report = tmp_path / "report.md"
-
-    def run(part: str, device: str, small: bool) -> tuple[str, bool]:
-        if part == "gpt2":
-            raise KeyboardInterrupt
-        return f"figures of {part}", True
-
-    monkeypatch.setattr(gpu, "in_its_own_process", run)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.main(["--device", "cpu", "--small", "--report", str(report)])
-    assert [line for line in report.read_text().splitlines() if line.startswith("figures")] == [
-        "figures of tests",
-        "figures of strategies",
-        "figures of overhead",
-    ]
 
 
 def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -101,32 +70,10 @@ def test_several_devices_train_with_the_losses_of_one(tmp_path: Path) -> None:
     assert all(0 < float(row[-1]) < 1e-3 for row in rows[3:])
 
 
-def test_results_of_tests_are_counted_and_reasons_named(tmp_path: Path) -> None:
-    tests = (
-        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no second GPU')\ndef test_c(): assert 1 == 2\n"
-    )
-    (tmp_path / "test_some.py").write_text(tests)
-    result = tmp_path / "result.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", str(tmp_path)]
-    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
-    lines = gpu._of_junit(result).splitlines()
-    assert lines[0] == "1 passed, 1 failed, 1 skipped."
-    assert lines[2:] == [
-        "- skipped: `test_some.test_b`: no second GPU",
-        "- failed: `test_some.test_c`: assert 1 == 2",
-    ]
-
-
 def test_a_part_that_fails_is_reported_and_fails_the_run() -> None:
     text, ended_well = gpu.in_its_own_process("gpt2", "no-such-device", small=True)
     assert "Ended with exit code" in text
     assert not ended_well
-
-
-def test_a_failure_without_a_message_is_named(tmp_path: Path) -> None:
-    result = tmp_path / "result.xml"
-    result.write_text('<testsuite><testcase classname="m" name="t"><failure message=""/></testcase></testsuite>')
-    assert gpu._of_junit(result).splitlines()[2] == "- failed: `m.t`: no message"
 
 
 STAND_IN = """
@@ -138,20 +85,6 @@ if "slow" in str(here):
     child.wait()
 pathlib.Path(sys.argv[sys.argv.index("--report") + 1]).write_text({text!r})
 """
-
-
-@pytest.mark.parametrize(
-    ("text", "well"),
-    [
-        ("3 passed, 0 failed, 1 skipped.", True),
-        ("3 passed, 10 failed, 1 skipped.", False),
-        (gpu.NO_RESULT, False),
-        ("Left out: pytest is not installed.", True),
-    ],
-)
-def test_the_exit_says_whether_the_tests_passed(text: str, well: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    run_stand_in(tmp_path, text, monkeypatch)
-    assert gpu.in_its_own_process("tests", "cpu", small=True)[1] is well
 
 
 def test_a_part_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path, monkeypatch: Any) -> None:

@@ -78,20 +78,25 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
         copy(file, source)
     for name in (
-        "pyproject.toml",
-        "setup.py",
-        "LICENSE",
-        "MANIFEST.in",
-        "Makefile",
-        "mkdocs.yml",
-        "CITATION.cff",
-        ".pre-commit-config.yaml",
+        *("pyproject.toml", "setup.py", "LICENSE", "MANIFEST.in", "Makefile", "mkdocs.yml"),
+        *("CITATION.cff", ".pre-commit-config.yaml"),
     ):
         copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
     return source / "dist"
+
+
+def test_the_wheel_has_the_linked_folders_under_the_package(release: Path) -> None:
+    with zipfile.ZipFile(next(release.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    source = release.parent
+    inside = [path for path in (source / "trainer").rglob("*") if path.is_file()]
+    linked = [path for folder in (*FOLDERS[1:], "examples") for path in (source / folder).rglob("*") if path.is_file()]
+    expected = {path.relative_to(source).as_posix() for path in inside}
+    assert names == expected | {f"trainer/{path.relative_to(source).as_posix()}" for path in linked}
 
 
 def test_a_module_that_was_deleted_is_not_packed(release: Path, tmp_path: Path) -> None:

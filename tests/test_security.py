@@ -77,18 +77,11 @@ def test_no_source_unpickles_or_evaluates_but_where_it_is_listed() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle",
-        "from pickle import loads",
-        "import torch\ntorch.load('x')",
-        "from torch import load",
+        *("import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "from torch import load"),
         "import torch.distributed as dist\ndist.all_gather_object([], 1)",
-        "from torch.distributed import broadcast_object_list",
-        "eval('1')",
-        "np.load('x', allow_pickle=True)",
-        "subprocess.run('ls', shell=True)",
-        "from typing import get_type_hints\nget_type_hints(print)",
-        "inspect.signature(print, eval_str=True)",
-        "AutoModel.from_pretrained('x', trust_remote_code=True)",
+        *("from torch.distributed import broadcast_object_list", "eval('1')", "np.load('x', allow_pickle=True)"),
+        *("subprocess.run('ls', shell=True)", "from typing import get_type_hints\nget_type_hints(print)"),
+        *("inspect.signature(print, eval_str=True)", "AutoModel.from_pretrained('x', trust_remote_code=True)"),
     ],
 )
 def test_the_walk_finds(source: str) -> None:

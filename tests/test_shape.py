@@ -7,9 +7,7 @@ import json
 import os
 import re
 import subprocess
-import sys
 import traceback
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,7 +15,7 @@ from importlib import import_module
 from inspect import getdoc, isclass, signature
 from itertools import pairwise
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import pytest
@@ -189,12 +187,6 @@ def test_no_file_imports_itself_through_others(types: bool) -> None:
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
-def test_imports_of_types_alone_are_found() -> None:
-    source = "if TYPE_CHECKING:\n    from trainer.trainer import Trainer\nimport trainer.errors"
-    assert list(imports_of(source)) == [("errors", [])]
-    assert sorted(imports_of(source, types=True)) == [("errors", []), ("trainer", ["Trainer"])]
-
-
 BY_NAME = {"", "callback", "strategy", "cli.main", "compat.finder", "config.classes", "strategies.xla.strategy"}
 """Files that import modules by name: tables of public names, callbacks, strategies and commands; others' modules."""
 
@@ -228,39 +220,10 @@ def test_no_output_of_a_run_is_among_the_files_of_the_repository() -> None:
         pytest.skip("no git repository")
     folders = {name.partition("/")[0] for name in listed.stdout.splitlines() if "/" in name}
     known = {
-        ".ci",
-        ".github",
-        "benchmarks",
-        "callbacks",
-        "docs",
-        "editable",
-        "examples",
-        "strategies",
-        "tests",
-        "trainer",
+        *(".ci", ".github", "benchmarks", "callbacks", "docs", "editable", "examples", "strategies"),
+        *("tests", "trainer"),
     }
     assert folders <= known
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("errors", "import trainer.settings"),
-        ("callbacks.timer", "def f():\n    from trainer.cli.main import main"),
-        ("strategies.ddp", "from trainer.trainer import Trainer"),
-        ("strategy", "from trainer.callback import Callback"),
-        ("module", "from trainer import Trainer"),
-        ("a_new_file", ""),
-    ],
-)
-def test_a_forbidden_import_is_found(name: str, source: str) -> None:
-    assert len(wrong_imports(name, source)) == 1
-
-
-def test_type_checking_and_earlier_rooms_are_allowed() -> None:
-    source = "if TYPE_CHECKING:\n    from trainer.trainer import Trainer\nelse:\n    import trainer.errors"
-    assert wrong_imports("callback", source) == []
-    assert wrong_imports("data.sharded_loader", "from trainer.data.loader import Batch") == []
 
 
 # -- no code depends on a concrete strategy ----------------------------------------------------------------------------
@@ -294,13 +257,6 @@ def test_nothing_outside_strategies_asks_which_strategy_it_has() -> None:
     assert found_in(outside, strategy_branches) == {}
 
 
-def test_telling_strategies_apart_is_found() -> None:
-    assert strategy_branches('if trainer.strategy.name == "ddp": ...')
-    assert strategy_branches("isinstance(strategy, strategies.DDPStrategy)")
-    assert strategy_branches("from trainer.strategies.ddp import anything")
-    assert not strategy_branches('"""Like "ddp" in a docstring."""')
-
-
 def asks_for_a_callback(source: str) -> list[str]:
     """Return the lines with an `isinstance` on a concrete callback, also one that is looked up by its name."""
     tree = parsed(source)
@@ -323,13 +279,6 @@ def _names_in(*nodes: ast.AST) -> set[str]:
 
 def test_no_code_asks_for_a_concrete_callback() -> None:
     assert found_in(FILES, asks_for_a_callback) == {}
-
-
-def test_asking_for_a_concrete_callback_is_found() -> None:
-    assert asks_for_a_callback("isinstance(logger, (Other, csv_logger.CSVLogger))")
-    assert asks_for_a_callback("isinstance(callback, callback_named('ProgressBar'))")
-    assert asks_for_a_callback("kind = callback_named(name)\nany(isinstance(callback, kind) for callback in callbacks)")
-    assert not asks_for_a_callback("isinstance(callback, Logger) and CSVLogger()")
 
 
 def test_one_file_asks_in_which_storage_a_path_lies() -> None:
@@ -464,35 +413,6 @@ def test_nobody_but_the_loop_assigns_to_a_run_and_what_it_assigns_is_listed() ->
     assert {name: set(paths) for name, paths in found.items()} == ASSIGNED_BY_THE_LOOP
 
 
-@pytest.mark.parametrize(
-    ("source", "path"),
-    [
-        ("def f(run): run.x = 1", "x"),
-        ("def f(run): run.x += 1", "x"),
-        ("def f(run): run.x: int = 1", "x"),
-        ("def f(run): del run.x", "x"),
-        ("def f(run): a, run.x.y = 1, 2", "x.y"),
-        ("def f(run):\n    for run.x in (): ...", "x"),
-        ("def f(run): setattr(run, 'x', 1)", "setattr *"),
-        ("def f(self): self._run.x = 1", "x"),
-        ("def f(trainer): trainer.run.x = 1", "x"),
-        ("def f(current: Run): current.x = 1", "x"),
-        ("def f(values: MetricLog): values.x = 1", "metrics.x"),
-        ("def f(hooks: CallbackList): setattr(hooks, name, 1)", "setattr hooks.*"),
-        ("def f(run):\n    session, other = run.session, run.other\n    session.seed = 1", "session.seed"),
-        ("with start() as run:\n    run.x = 1", "x"),
-    ],
-)
-def test_an_assignment_to_a_run_is_found(source: str, path: str) -> None:
-    assert assignments_to_a_run(source) == [path]
-
-
-def test_other_assignments_are_none_to_a_run() -> None:
-    assert (
-        assignments_to_a_run("def f(run, own):\n    x = run.x\n    own.y = x\n    run.z(w=x)\n    a[run.z] = 1") == []
-    )
-
-
 def test_nobody_assigns_to_the_trainer() -> None:
     assert found_in(FILES, assignments_to_the_trainer) == {}
 
@@ -534,21 +454,8 @@ def test_a_helper_that_needs_one_value_takes_it() -> None:
     assert found_in(names, takes_the_trainer_for_one_value) == {}
 
 
-def test_a_helper_that_takes_the_trainer_for_one_value_is_found() -> None:
-    assert takes_the_trainer_for_one_value("def f(self, trainer): trainer.stop('a') or trainer.stop('b')") == ["f"]
-    assert not takes_the_trainer_for_one_value("def f(self, trainer): trainer.log(trainer.rank)")
-    assert not takes_the_trainer_for_one_value("def f(self, trainer): self.g(trainer)")
-    assert not takes_the_trainer_for_one_value("def on_fit_start(self, trainer, module): trainer.rank")
-
-
-def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
-    assert functions_of_the_trainer("def help(trainer, x): ...")
-    assert functions_of_the_trainer("class A:\n    def help(self, owner: Trainer): ...")
-    assert not functions_of_the_trainer("def on_fit_start(self, trainer: Trainer, module): ...")
-    assert assignments_to_the_trainer("trainer.x = 1")
-    assert assignments_to_the_trainer("self._trainer.x += 1")
-    assert assignments_to_the_trainer("a, trainer.x = 1, 2")
-    assert not assignments_to_the_trainer("trainer.accumulate_grad_batches = 4\ntrainer.x.y = trainer.z")
+THE_USERS_NAMES = {"_check_constructed"}
+"""Private methods of classes whose other names are the user's."""
 
 
 def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
@@ -583,9 +490,6 @@ def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
 
 def test_no_class_overrides_a_private_name_of_another_file() -> None:
     assert private_names_of_other_files({name: path.read_text() for name, path in FILES.items()}) == []
-    sources = {"a": "class A:\n    _flag: bool = False", "b": "class B(A):\n    _flag = True"}
-    assert private_names_of_other_files(sources) == ["B._flag of A"]
-    assert private_names_of_other_files({"a": "\n".join(sources.values())}) == []
 
 
 def test_the_trainer_is_no_subclass_and_loop_helpers_do_not_know_it() -> None:
@@ -627,12 +531,6 @@ def test_functions_are_short() -> None:
     assert [
         f"{path}: {f.name}: {length_of(f)}" for path, f in functions if length_of(f) > MOST_LINES_OF_A_FUNCTION
     ] == []
-
-
-def test_a_docstring_does_not_count() -> None:
-    function = parsed('def f():\n    """One\n\n    two."""\n    return 1\n').body[0]
-    assert isinstance(function, ast.FunctionDef)
-    assert length_of(function) == 1
 
 
 # -- from fit to loss.backward() ---------------------------------------------------------------------------------------
@@ -702,16 +600,8 @@ seen["words after a miss"] = [name for name in sys.modules if name.startswith("t
 print(json.dumps(seen))
 """
 HEAVY = {
-    "sympy",
-    "tensorboard",
-    "torchmetrics",
-    "deepspeed",
-    "torch_xla",
-    "ray",
-    "sklearn",
-    "pydantic",
-    "pandas",
-    "matplotlib",
+    *("sympy", "tensorboard", "torchmetrics", "deepspeed", "torch_xla", "ray", "sklearn", "pydantic"),
+    *("pandas", "matplotlib"),
 }
 
 
@@ -724,32 +614,6 @@ def test_the_second_name_of_a_folder_is_refused_and_heavy_packages_wait_until_th
     assert not HEAVY & set(seen["after Trainer()"])
     assert seen["words"] == []
     assert "trainer.compat.names" in seen["words after a miss"]
-
-
-def test_the_wheel_has_the_linked_folders_under_the_package(tmp_path: Path) -> None:
-    pytest.importorskip("build")
-    pytest.importorskip("setuptools", minversion="77")
-    source = tmp_path / "source"
-    source.mkdir()
-    for folder in ("trainer", "strategies", "callbacks", "examples"):
-        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__", "version_*"))
-    for name in ("pyproject.toml", "README.md"):
-        copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    expected = {"trainer/" + _slashed(name, path) for name, path in FILES.items()}
-    examples = [path for path in (source / "examples").rglob("*") if path.is_file()]
-    expected |= {f"trainer/{path.relative_to(source).as_posix()}" for path in examples}
-    assert names == expected | {"trainer/py.typed", "trainer/loggers.pyi", "trainer/profilers.pyi"}
-
-
-def _slashed(name: str, path: Path) -> str:
-    parts = [*name.split("."), "__init__"] if path.name == "__init__.py" else name.split(".")
-    return "/".join(part for part in parts if part) + ".py"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -785,13 +649,6 @@ def attribute_docstrings(node: ast.AST) -> Iterator[str]:
         value = after.value if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield value.value
-
-
-def test_attribute_docstrings_are_found() -> None:
-    source = 'X = 1\n"""What X is."""\nclass A:\n    y: int = 2\n    """Number of y."""\n    def f(self):\n'
-    source += '        self.z = 3\n        """How z is made."""\n        self.f()\n        """No attribute."""\n'
-    found = [text for node in ast.walk(parsed(source)) for text in attribute_docstrings(node)]
-    assert found == ["What X is.", "Number of y.", "How z is made."]
 
 
 def public_names() -> dict[str, Any]:

@@ -75,10 +75,7 @@ class OfEarlierVersion(DDPStrategy):
 def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(strategy=OfEarlierVersion(), accelerator="cpu", devices=1)
-    expected = {
-        "bakward": "Did you mean 'backward'?",
-        "barrier": "Use strategy.processes.barrier.",
-    }
+    expected = {"bakward": "Did you mean 'backward'?", "barrier": "Use strategy.processes.barrier."}
     for name, advice in expected.items():
         assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)
     assert "compress" not in str(refused.value)

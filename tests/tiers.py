@@ -221,7 +221,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "generative-gan",
         "overrides-norms_logged",
         "callbacks-metrics_in_every_hook",
-        "callbacks-early_stopping",
         "callbacks-prediction_writer",
     ),
     "loop/test_hook_changes.py::test_on_two_processes": ("ddp",),
@@ -260,7 +259,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "limited",
     ),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
-    "test_engine_processes.py::test_a_gan_trains_as_on_one_process": (),
     "test_engine_processes.py::test_what_a_strategy_cannot_do_is_refused_in_words": (),
     "test_precision_float8.py::test_a_resumed_run_has_the_same_bits": ("single", "TP x2"),
     "test_precision_float8.py::test_checkpoints_go_between_precisions": ("single", "TP x2"),
@@ -320,10 +318,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_model_parallel.py::test_the_processes_of_one_model_draw_the_same_numbers": ("without a seed",),
     "strategies/test_steps_by_hand.py::test_processes_that_use_different_layers_are_refused": (),
     "strategies/test_steps_by_hand.py::test_that_zero_moves_what_a_step_has_not_used_is_said_once": (),
-    "strategies/test_steps_by_hand.py::test_weights_are_those_of_a_hand_written_loop": (
-        "single-*",
-        "FSDP x2-*",
-    ),
+    "strategies/test_steps_by_hand.py::test_weights_are_those_of_a_hand_written_loop": ("single-*", "FSDP x2-*"),
     "strategies/test_strategy_parity.py::test_the_losses_are_those_of_a_hand_written_loop": (
         "single-*",
         "* x2-gpt, tokens",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_named_runs import RUN, record, step
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done, refused
 
 LAST = ("--ckpt-path", "last")
 
@@ -19,25 +19,19 @@ def fit(command: Command) -> Command:
     return lambda *words: command("fit", "--config", "run.yaml", *words)
 
 
-def epochs(run: str) -> int:
-    return step(run) // 3
-
-
 def test_members_of_a_sweep_go_on_by_their_own_commands(fit: Command) -> None:
     """Drawn: which member is started next, and how many epochs further."""
-    rng, rates, done = random.Random(4), ["0.1", "0.2", "0.3"], [1, 1, 1]
+    rng, rates, epochs = random.Random(4), ["0.1", "0.2", "0.3"], [1, 1, 1]
     for rate in rates:
-        code, _, err = fit("--module.lr", rate)
-        assert code == 0, err
+        done(fit("--module.lr", rate))
     per_epoch = step("runs/version_0")
     for _ in range(6):
         number = rng.randrange(3)
-        done[number] += 1
-        code, out, err = fit("--module.lr", rates[number], *LAST, "--trainer.max_epochs", str(done[number]))
-        assert code == 0, err
+        epochs[number] += 1
+        out, err = done(fit("--module.lr", rates[number], *LAST, "--trainer.max_epochs", str(epochs[number])))
         assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}"
         assert f"run directory:  runs/version_{number}" in out
-        assert [step(f"runs/version_{one}") // per_epoch for one in range(3)] == done
+        assert [step(f"runs/version_{one}") // per_epoch for one in range(3)] == epochs
         assert "ckpt_path" not in record(f"runs/version_{number}")
     assert len([*Path("runs").iterdir()]) == 3
 
@@ -47,16 +41,13 @@ def test_checkpoints_may_lie_elsewhere(fit: Command, command: Command) -> None:
     assert fit("--module.lr", "0.1")[0] == 0
     assert fit("--module.lr", "0.1", *elsewhere)[0] == 0
     before = step("runs/version_0")
-    code, out, err = fit("--module.lr", "0.1", *elsewhere, *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
+    out, err = done(fit("--module.lr", "0.1", *elsewhere, *LAST, "--trainer.max_epochs", "2"))
     assert "note: --ckpt-path last is that of runs/version_1\n" in err
     assert "run directory:  runs/version_1" in out
     assert step("runs/version_0") == before
-    code, out, err = command("validate", "--config", "runs/version_1/config.yaml", "run.yaml", *LAST)
-    assert code == 0, err
+    out, err = done(command("validate", "--config", "runs/version_1/config.yaml", "run.yaml", *LAST))
     assert "note: --ckpt-path last is that of runs/version_1\n" in err
-    code, out, err = command("validate", "--config", "runs/version_1/config.yaml", "--ckpt-path", "best")
-    assert code == 0, err
+    out, err = done(command("validate", "--config", "runs/version_1/config.yaml", "--ckpt-path", "best"))
 
 
 def test_the_first_start_begins_anew_and_says_so(fit: Command) -> None:
@@ -70,36 +61,22 @@ def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Comm
     assert fit("--module.lr", "0.1")[0] == 0
     assert fit("--module.lr", "0.2", "--module.width", "3")[0] == 0
     before = record("runs/version_1"), step("runs/version_1")
-    code, _, err = fit("--module.lr", "0.3", *LAST)
-    assert code == 2
-    assert (
-        "no run below runs has the module, the data, the optimizer and the seed of this command, with their values"
-        in err
-    )
-    assert "runs/version_0: module.lr 0.1 there, 0.3 here" in err
-    assert "runs/version_1: module.lr 0.2 there, 0.3 here; module.width 3 there, nothing here" in err
-    assert "trainer fit --config runs/version_1/config.yaml --ckpt-path last" in err
-    assert "To begin a training, leave out --ckpt-path last" in err
+    refused(fit, "--module.lr", "0.3", *LAST)
     assert (record("runs/version_1"), step("runs/version_1")) == before
     # Both ways that it names.
     words = ("--config", "runs/version_1/config.yaml", *LAST, "--module.lr", "0.3", "--trainer.max_epochs", "2")
-    code, out, err = command("fit", *words)
-    assert code == 0, err
+    out, err = done(command("fit", *words))
     assert "run directory:  runs/version_1" in out
     code, out, err = fit("--module.lr", "0.3", "--name", "third", *LAST)
     assert code == 0, err
     assert "there is no run 'third' below runs yet: the training begins" in err
     assert "run directory:  runs/version_2" in out
-    code, _, err = command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
-    assert code == 2
-    assert "no run below runs has the module" in err
-    assert "begin anew" not in err
+    refused(command, "validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
 
 
 def test_other_commands_take_the_only_run_and_say_what_differs(fit: Command, command: Command) -> None:
     assert fit("--module.lr", "0.1")[0] == 0
-    code, _, err = command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
-    assert code == 0, err
+    _, err = done(command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST))
     assert "is that of runs/version_0, although it has module.lr 0.1 there, 0.7 here" in err
 
 
@@ -107,19 +84,15 @@ def test_a_name_decides(fit: Command, command: Command) -> None:
     for name, rate in (("a", "0.1"), ("b", "0.2")):
         assert fit("--name", name, "--module.lr", rate)[0] == 0
     assert [record(f"runs/version_{number}")["name"] for number in (0, 1)] == ["a", "b"]
-    code, out, err = fit("--name", "a", *LAST, "--trainer.max_epochs", "2", "--module.lr", "0.5")
-    assert code == 0, err
+    out, err = done(fit("--name", "a", *LAST, "--trainer.max_epochs", "2", "--module.lr", "0.5"))
     assert "run directory:  runs/version_0" in out
     assert "although it has module.lr 0.1 there, 0.5 here" in err
-    code, out, _ = command("runs", "ls", "runs")
-    assert code == 0
+    out, _ = done(command("runs", "ls", "runs"))
     assert "version_0 (a)" in out
     assert "version_1 (b)" in out
-    code, out, _ = command("runs", "ls", "runs/version_1", "runs/version_0")
+    _, out, _ = command("runs", "ls", "runs/version_1", "runs/version_0")
     assert out.index("runs/version_1 (b)") < out.index("runs/version_0 (a)")
-    code, _, err = command("validate", "--config", "run.yaml", "--name", "c", *LAST)
-    assert code == 2
-    assert "--name c: no run below runs that has a checkpoint is called so" in err
+    refused(command, "validate", "--config", "run.yaml", "--name", "c", *LAST)
     Path("runs/version_0/metrics.csv").write_text("step,loss\n1,2.0\n")
     from trainer.cli.plot import curves_of
 
@@ -130,24 +103,19 @@ def test_a_run_keeps_its_name_and_weights_when_it_goes_on(fit: Command, command:
     assert fit()[0] == 0
     for name in ("a", "b"):
         assert command("checkpoint", "export", "runs/version_0", f"{name}.safetensors")[0] == 0
-        code, _, err = fit("--name", name, "--weights", f"{name}.safetensors", "--seed", "2")
-        assert code == 0, err
+        done(fit("--name", name, "--weights", f"{name}.safetensors", "--seed", "2"))
     kept = record("runs/version_2")
     for epochs, words in (("2", ("--weights", "a.safetensors")), ("3", ("--name", "a"))):
-        code, out, err = fit("--seed", "2", *words, *LAST, "--trainer.max_epochs", epochs)
-        assert code == 0, err
+        out, _ = done(fit("--seed", "2", *words, *LAST, "--trainer.max_epochs", epochs))
         assert "run directory:  runs/version_1" in out
         there = record("runs/version_1")
         assert (there["name"], there["weights"]) == ("a", str(Path("a.safetensors").absolute()))
     assert record("runs/version_2") == kept
     # Without the weights it is the run of the same values that has none, or one that has some.
     for seed, run in (("1", 0), ("2", 2)):
-        code, out, err = fit("--seed", seed, *LAST, "--trainer.max_epochs", "4")
-        assert code == 0, err
+        out, _ = done(fit("--seed", seed, *LAST, "--trainer.max_epochs", "4"))
         assert f"run directory:  runs/version_{run}" in out
-    code, _, err = fit("--seed", "2", "--weights", "runs", *LAST)
-    assert code == 2
-    assert f"runs/version_2: weights {Path('b.safetensors').absolute()} there, {Path('runs').absolute()} here" in err
+    refused(fit, "--seed", "2", "--weights", "runs", *LAST)
 
 
 def test_a_moved_project_is_the_same(fit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +124,7 @@ def test_a_moved_project_is_the_same(fit: Command, monkeypatch: pytest.MonkeyPat
     moved = project.with_name(f"{project.name}-moved")
     project.rename(moved)
     monkeypatch.chdir(moved)
-    code, out, err = fit("--module.lr", "0.1", "--module.file", "x", *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
+    out, _ = done(fit("--module.lr", "0.1", "--module.file", "x", *LAST, "--trainer.max_epochs", "2"))
     assert "run directory:  runs/version_0" in out
 
 
@@ -167,12 +134,9 @@ def test_files_of_one_name_are_two_modules(fit: Command) -> None:
         Path(folder, "mymodel.py").write_text(Path("mymodel.py").read_text())
     module = ("--module", "a/mymodel.py:Net")
     assert [fit("--module", f"{folder}/mymodel.py:Net")[0] for folder in ("a", "b")] == [0, 0]
-    code, out, err = fit(*module, *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
+    out, _ = done(fit(*module, *LAST, "--trainer.max_epochs", "2"))
     assert "run directory:  runs/version_0" in out
-    code, _, err = fit(*LAST)
-    assert code == 2
-    assert f"runs/version_0: module {Path('a/mymodel.py').absolute()}:Net there, {Path('mymodel.py').absolute()}" in err
+    refused(fit, *LAST)
 
 
 OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.configure_optimizers\n"
@@ -185,13 +149,8 @@ OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.config
         (("--module", "mymodel.py:Bare", "--optimizer"), ("SGD", "AdamW")),
         (
             (
-                "--module",
-                "mymodel.py:Bare",
-                "--optimizer",
-                "SGD",
-                "--lr_scheduler",
-                "StepLR",
-                "--lr_scheduler.step_size",
+                *("--module", "mymodel.py:Bare", "--optimizer", "SGD", "--lr_scheduler"),
+                *("StepLR", "--lr_scheduler.step_size"),
             ),
             ("1", "2"),
         ),
@@ -201,11 +160,9 @@ OPTIMIZED = "\n\nclass Bare(Net):\n    configure_optimizers = TrainModule.config
 def test_optimizers_and_seeds_tell_members_apart(fit: Command, words: tuple[str, ...], values: tuple[str, str]) -> None:
     Path("mymodel.py").write_text(Path("mymodel.py").read_text() + OPTIMIZED)
     for value in values:
-        code, _, err = fit(*words, value)
-        assert code == 0, err
+        done(fit(*words, value))
     kept = record("runs/version_1")
-    code, out, err = fit(*words, values[0], *LAST, "--trainer.max_epochs", "2")
-    assert code == 0, err
+    out, _ = done(fit(*words, values[0], *LAST, "--trainer.max_epochs", "2"))
     assert "run directory:  runs/version_0" in out
     assert record("runs/version_1") == kept
 
@@ -225,8 +182,7 @@ def test_settings_of_the_trainer_tell_equal_runs_apart(fit: Command, setting: st
         assert fit(*words)[0] == 0
     again = (*LAST, "--trainer.max_epochs", "2", f"--trainer.{setting}")
     for number, value in ((0, values[0]), (1, values[1])):
-        code, out, err = fit(*again, value)
-        assert code == 0, err
+        out, err = done(fit(*again, value))
         assert f"run directory:  runs/version_{number}" in out
         assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}"
     code, out, err = fit(*LAST, "--trainer.max_epochs", "3", f"--trainer.{setting}", values[2])

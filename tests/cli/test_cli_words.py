@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from tests.helpers.processes import run_python
-from tests.helpers.project import Command
+from tests.helpers.project import Command, assert_recorded, done, refused
 from tests.helpers.terminal import Terminal
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.cli.completion import REPLACED, SECOND_WORDS, options_of
@@ -67,8 +65,7 @@ def bare(project: Path) -> list[str]:
 
 
 def printed(command: Command, *arguments: str) -> dict:
-    code, out, err = command("fit", *arguments, "--print-config")
-    assert code == 0, err
+    out, _ = done(command("fit", *arguments, "--print-config"))
     found: dict = yaml.safe_load(out)
     return found
 
@@ -77,15 +74,8 @@ def test_hyphens_and_underscores_are_alike(command: Command, bare: list[str]) ->
     found = printed(command, *bare, "--trainer.max-epochs", "3", "--trainer.callbacks.0.save-top-k=2", *_checkpoint())
     assert found["trainer"]["max_epochs"] == 3
     assert found["trainer"]["callbacks"][0]["init_args"]["save_top_k"] == 2
-    code, _, err = command("fit", *bare, "--ckpt_path", "nothing", "--print_config")
-    assert code == 2
-    assert "ckpt_path: there is no 'nothing'" in err
-    for line in ("estimate --params 1000 --num_nodes 2", "estimate --params 1000 --num_nodes=2 --sequence 8"):
-        code, _, err = command(*line.split())
-        assert code == 0, err
+    assert command("estimate", "--params", "1000", "--num_nodes=2")[0] == 0
     assert "nothing was started" in command("fit", *bare, "--dry_run", "--world_size", "2")[1]
-    code, _, err = command("checkpoint", "export", "runs", "out", "--max_shard_size", "much")
-    assert "give a number with its unit" in err
 
 
 def _checkpoint() -> list[str]:
@@ -99,8 +89,7 @@ def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, p
     summary = {"class_path": "ModelSummary", "init_args": {"max_depth": 3}}
     assert found["trainer"]["callbacks"] == ["ModelCheckpoint", "LearningRateMonitor", "Timer", summary]
     assert printed(command, *bare, "--trainer.callbacks+=Timer")["trainer"]["callbacks"] == ["Timer"]
-    code, _, err = command("fit", "--config", "run.yaml", *bare, "--trainer.callbacks", "[Timer]", "--print-config")
-    assert code == 0
+    _, err = done(command("fit", "--config", "run.yaml", *bare, "--trainer.callbacks", "[Timer]", "--print-config"))
     assert (
         "the list at run.yaml:2 (ModelCheckpoint, LearningRateMonitor), which is left out. To keep it and add to it"
         in err
@@ -117,22 +106,13 @@ def test_a_list_grows_by_plus_and_a_replaced_one_is_reported(command: Command, p
         ("${oc.env:MY_WIDTH}", 7),
         ("${env:MY_OTHER_WIDTH,${trainer.max_steps}}", 2),
         ("${env:MY_WIDTH, ${env:MY_OTHER_WIDTH,3}}", 7),
-        ("1${trainer.max_steps}", None),
-        ("${module.nothing}", "module is given no 'nothing' there"),
-        ("${module.width}", "refers to itself: module.width -> module.width"),
-        ("${env:MY_OTHER_WIDTH}", "the environment variable MY_OTHER_WIDTH is not set"),
     ],
 )
 def test_references(
-    command: Command, bare: list[str], value: str, expected: int | str | None, monkeypatch: pytest.MonkeyPatch
+    command: Command, bare: list[str], value: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_WIDTH", "7")
-    if isinstance(expected, int):
-        assert printed(command, *bare, "--module.width", value)["module"]["init_args"]["width"] == expected
-        return
-    code, _, err = command("fit", *bare, "--module.width", value, "--print-config")
-    assert code == 2
-    assert (expected or 'module.width: given "12", allowed: an integer') in err
+    assert printed(command, *bare, "--module.width", value)["module"]["init_args"]["width"] == expected
 
 
 def test_references_within_texts_and_escaped_ones(command: Command, bare: list[str]) -> None:
@@ -141,8 +121,7 @@ def test_references_within_texts_and_escaped_ones(command: Command, bare: list[s
     assert found["trainer"]["default_root_dir"].endswith("runs/2-$${x}")
     Path("again.yaml").write_text(yaml.safe_dump(found))
     assert printed(command, "-c", "again.yaml") == found
-    code, _, err = command("fit", "-c", "again.yaml", "--optimizer", "SGD", "--optimizer.lr", "0.1")
-    assert code == 0, err
+    done(command("fit", "-c", "again.yaml", "--optimizer", "SGD", "--optimizer.lr", "0.1"))
     (saved,) = Path("runs").glob("*/version_0/config.yaml")
     assert saved.parent.parent.name == "2-${x}"
     assert yaml.safe_load(saved.read_text())["trainer"] == found["trainer"]
@@ -151,10 +130,7 @@ def test_references_within_texts_and_escaped_ones(command: Command, bare: list[s
 def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
     command: Command, project: Path, bare: list[str]
 ) -> None:
-    code, _, err = command("fit", *bare)
-    assert code == 2
-    assert "Bare has no configure_optimizers" in err
-    assert "optimizer: {class_path: AdamW, lr: 0.001}, or --optimizer AdamW." in err
+    refused(command, "fit", *bare)
     optimizer = ["--optimizer", "AdamW", "--optimizer.lr", "0.25"]
     scheduler = ["--lr_scheduler", "StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.interval=step"]
     monitor = [
@@ -162,97 +138,41 @@ def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
         "--trainer.callbacks+=LearningRateMonitor",
         "--trainer.log_every_n_steps=1",
     ]
-    code, _, err = command("fit", *bare, *optimizer, *scheduler, *monitor)
-    assert code == 0, err
+    done(command("fit", *bare, *optimizer, *scheduler, *monitor))
     run = next(project.glob("runs/*"))
     rates = (run / "metrics.csv").read_text()
     assert "0.25" in rates
     assert "0.025" in rates
-    code, _, err = command("fit", "--config", str(run / "config.yaml"), "--print-config")
-    assert code == 0, err
+    done(command("fit", "--config", str(run / "config.yaml"), "--print-config"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--module", "mymodel.py:Trained", "--optimizer", "SGD"], "(Trained) defines configure_optimizers"),
-        (["--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
-        (["--optimizer", "SGD", "--optimizer.learning_rate=1"], "optimizer (SGD) has no argument 'learning_rate'"),
-        (["--lr_scheduler", "StepLR"], "lr_scheduler: there is no optimizer in the configuration"),
-        (["--optimizer", "SGD", "--lr_scheduler", "StepLR"], "needs the argument 'step_size'"),
-        (
-            ["--optimizer", "SGD", "--lr_scheduler", "ReduceLROnPlateau"],
-            "command line: lr_scheduler: ReduceLROnPlateau needs the name of a logged value. Write lr_scheduler: "
-            "{class_path: ReduceLROnPlateau, monitor: val_loss}, or --lr_scheduler.monitor val_loss.",
-        ),
-        (["--optimizer", "torch.nn.Linear"], "Linear is not derived from Optimizer"),
-    ],
-)
-def test_wrong_optimizers(command: Command, bare: list[str], options: list[str], message: str) -> None:
-    code, _, err = command("fit", *bare, *options)
-    assert code == 2
-    assert message in err
+HELP = {
+    "help fit": "usage: trainer fit --config",
+    "help fsdp": "sharding_strategy: ",
+    "help FSDPStrategy": "or --trainer.strategy.NAME",
+    "help trainer.callbacks.CSVLogger": "or --trainer.logger.N.NAME",
+    "help ProgressBar": "or --trainer.callbacks.N.NAME",
+    "help bf16-mixed": "precision bf16-mixed: weights in float32, the forward in bfloat16",
+    "help 16": "precision 16-mixed: ",
+    "help AdamW": "weight_decay: a number (default: 0.01)",
+    "help mymodel.py:Bare": "or --module.NAME",
+    "fit --module mymodel.py:Bare --module.help": "Bare\n\narguments",  # not what its base says
+    "fit --module mymodel.py:Bare --module.nonsense=1 --module.help": "width: an integer (default: 2)",
+    "help torch.optim.SGD": "or --optimizer.NAME",
+    "help checkpoint export": "--expand-tied",
+    "version": "trainer 0.",
+    "-V": "trainer 0.",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["help", "fit"], "usage: trainer fit --config"),
-        (["help", "ModelCheckpoint"], "save_top_k: an integer"),
-        (["help", "fsdp"], "sharding_strategy: "),
-        (["help", "FSDPStrategy"], "or --trainer.strategy.NAME"),
-        (["help", "CSVLogger"], "or --trainer.logger.N.NAME"),
-        (["help", "trainer.callbacks.CSVLogger"], "or --trainer.logger.N.NAME"),
-        (["help", "ProgressBar"], "or --trainer.callbacks.N.NAME"),
-        (["help", "bf16-mixed"], "precision bf16-mixed: weights in float32, the forward in bfloat16"),
-        (["help", "16"], "precision 16-mixed: "),
-        (["help", "AdamW"], "weight_decay: a number (default: 0.01)"),
-        (["help", "mymodel.py:Bare"], "width: an integer (default: 2)"),
-        (["fit", "--module", "mymodel.py:Bare", "--module.help"], "width: an integer (default: 2)"),
-        (["fit", "--module", "mymodel.py:Bare", "--module.nonsense=1", "--module.help"], "width: an integer"),
-        (["fit", "--module", "mymodel.py:Bare", "--module.help"], "Bare\n\narguments"),  # not what its base says
-        (["help", "mymodel.py:Bare"], "or --module.NAME"),
-        (["help", "torch.optim.SGD"], "or --optimizer.NAME"),
-        (["help", "ProgressBar"], "(default: 1)"),
-        (["help", "CosineAnnealingLR"], "eta_min: a number (default: 0.0)"),
-        (["help", "ProgressBar"], "leave: true or false (default: false)"),
-        (["help", "checkpoint", "export"], "--expand-tied"),
-        (["version"], "trainer 0."),
-        (["-V"], "trainer 0."),
-    ],
-)
-def test_help_on_anything(command: Command, bare: list[str], arguments: list[str], words: str) -> None:
-    code, out, err = command(*arguments)
-    assert code == 0, err
-    assert words in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["help", "ModelCheckpoin"], "Did you mean 'ModelCheckpoint'?"),
-        (["fit", "--data.help"], "no data is chosen"),
-        (["fit", "-c", "nothing.yaml"], "nothing.yaml: there is no such file"),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer", "a=3"], "error: command line: trainer: given"),  # once
-        (["runs"], "arguments are required: COMMAND"),
-        (["help", "fsdp", "ddp"], "unexpected 'ddp'"),
-        (["help", "mymodel.py"], "mymodel.py has no class ''. It has: "),
-        (["fit", "--module", "mymodel.py"], "Write file.py:Class."),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "FSDPStrategy"], "Use 'fsdp'. Known:"),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "DDPStrategy"], "Use 'ddp'."),
-        (["fit", "--module", "mymodel.py:Bare", "--trainer.strategy", "zero2"], "Use 'deepspeed_stage_2'. Known:"),
-        (["fit", "-c", "mymodel.py", "--dry-run", "--world-size", "2"], "mymodel.py"),
-    ],
-)
-def test_other_words_get_ours(command: Command, bare: list[str], arguments: list[str], words: str) -> None:
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert words in err
+@pytest.mark.parametrize("line", HELP)
+def test_help_on_anything(command: Command, bare: list[str], line: str) -> None:
+    out, _ = done(command(*line.split()))
+    assert HELP[line] in out
 
 
 def test_untrained_weights_are_reported(command: Command, bare: list[str]) -> None:
-    code, _, err = command("validate", "--module", "mymodel.py:Bare", "--trainer.logger=false")
-    assert code == 0, err
+    _, err = done(command("validate", "--module", "mymodel.py:Bare", "--trainer.logger=false"))
     assert "note: no --ckpt-path was given: the weights are those that the module begins with" in err
 
 
@@ -294,8 +214,7 @@ def test_commands_to_type_quote_their_paths(command: Command, bare: list[str]) -
     pytest.importorskip("tensorboard")
     folder = "a b & c"
     options = ["--optimizer", "SGD", "--trainer.default_root_dir", folder, "--trainer.logger", "TensorBoardLogger"]
-    code, out, err = command("fit", *bare, *options)
-    assert code == 0, err
+    out, _ = done(command("fit", *bare, *options))
     commands = [line.partition(":")[2] for line in out.splitlines() if line.startswith(("validate it", "TensorBoard"))]
     typed = [shlex.split(line) for line in commands]
     assert [words[:3] for words in typed] == [
@@ -398,8 +317,7 @@ def test_output_that_is_closed_ends_nothing() -> None:
 
 def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
     validator = pytest.importorskip("jsonschema").Draft202012Validator
-    code, out, _ = command("schema")
-    assert code == 0
+    out, _ = done(command("schema"))
     validator.check_schema(json.loads(out))
     check = validator(json.loads(out))
     examples = Path(__file__).parents[2] / "examples"
@@ -441,8 +359,7 @@ def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
-    code, out, _ = command("completion", shell)
-    assert code == 0
+    out, _ = done(command("completion", shell))
     assert all(name in out for name in COMMANDS)
     assert "trainer.max_epochs" in out
     assert all(words in out for words in REPLACED[shell].values())
@@ -566,80 +483,21 @@ def test_the_names_of_classes_are_known_without_torch() -> None:
 
 
 def test_a_typo_is_answered_without_torch(project: Path) -> None:
-    Path("run.yaml").write_text("module: x.py:X\n")
-    config, setting = "--config run.yaml", "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
-    missing, option = "Did you mean 'run.yaml'?", "Did you mean '--trainer.max_epochs'?"
-    files = {
-        "module: x.py:X\ntrainer: {max_epoch: 3}\n": setting,
-        "modul: x.py:X\n": "unknown key 'modul'. Did you mean 'module'?",
-        "module: x.py:X\nlr_scheduler: StepLR\n": "there is no optimizer in the configuration",
-    }
-    Path("x.py").write_text("import torch\n")
+    files = ("trainer: {max_epoch: 3}", "modul: x.py:X", "lr_scheduler: StepLR", "")
     for number, text in enumerate(files):
-        Path(f"{number}.yaml").write_text(text)
-    lines = {
-        "fit --module x.py:X --trainer.max_epoch 3": setting,
-        f"fit {config} --max_epochs 3": option,
-        **{f"fit --config {number}.yaml": words for number, words in enumerate(files.values())},
-        "fit --config runn.yaml --module.help": missing,
-        f"validate {config} --max_epochs 3": option,
-        f"tune lr {config} runn.yaml": missing,
-        f"estimate {config} --trainer.max_epoch 3": setting,
-        "estimate --config runn.yaml": missing,
-        f"doctor {config} --trainer.max_epoch 3": setting,
-        "doctor --config runn.yaml": missing,
-        f"fit --dry-run {config} --trainer.max_epoch 3": setting,
-        "fit --dry-run --config runn.yaml": missing,
-        "checkpoint show nowhere": "there is no checkpoint or folder 'nowhere'",
-        "config --from nowhere.json --output new.yaml": "nowhere.json",
-        "estimate --params 7B --precision bf17": "unknown precision 'bf17'. Did you mean",
-        "help modelcheckpoint": "Did you mean 'ModelCheckpoint'?",
-    }
+        Path(f"{number}.yaml").write_text(f"module: x.py:X\n{text}\n" if text[:5] != "modul" else text)
+    Path("x.py").write_text("import torch\n")
+    lines = [
+        *("fit --module x.py:X --trainer.max_epoch 3", "fit --config 3.yaml --max_epochs 3"),
+        *("fit --config 0.yaml", "fit --config 1.yaml", "fit --config 2.yaml", "fit --config 33.yaml --module.help"),
+        *("validate --config 3.yaml --max_epochs 3", "tune lr --config 3.yaml 33.yaml"),
+        *("estimate --config 3.yaml --trainer.max_epoch 3", "estimate --config 33.yaml"),
+        *("doctor --config 3.yaml --trainer.max_epoch 3", "doctor --config 33.yaml"),
+        *("fit --dry-run --config 3.yaml --trainer.max_epoch 3", "fit --dry-run --config 33.yaml"),
+        *("checkpoint show nowhere", "config --from nowhere.json --output new.yaml"),
+        *("estimate --params 7B --precision bf17", "help modelcheckpoint"),
+    ]
     code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
-    code += f"codes = [main(line.split()) for line in {[*lines]}]\nprint(codes)"
-    ended = run_python(code)
-    answers = ended.stderr.split("error: ")[1:]
-    assert len(answers) == len(lines), ended.stderr
-    for (line, words), answer in zip(lines.items(), answers, strict=True):
-        assert words in answer, line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["checkpoint", "export", "runs", "w.pt"], "Call it w.safetensors"),
-        (["estimate", "7B"], "unexpected '7B'. See trainer estimate --help."),
-    ],
-)
-def test_what_is_refused_says_what_to_type(command: Command, arguments: list[str], words: str) -> None:
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert words in err
-
-
-def test_templates_are_text_on_the_command_line(command: Command, bare: list[str]) -> None:
-    options = ["--trainer.callbacks", "ModelCheckpoint", "--optimizer", "SGD", "--print-config"]
-    for name in ("{epoch}", "{epoch:02d}", "{epoch}-{val_loss:.2f}"):
-        code, out, err = command("fit", *bare, *options, "--trainer.callbacks.0.filename", name)
-        assert code == 0, err
-        assert yaml.safe_load(out)["trainer"]["callbacks"][0]["init_args"]["filename"] == name
-
-
-def test_words_about_schedulers_and_lists(command: Command, bare: list[str]) -> None:
-    for wrong, words in {
-        ("--lr-scheduler", "StepLr"): "unknown LRScheduler 'StepLr'. Did you mean 'StepLR'?",
-        ("--trainer.callbacks.patience", "3"): 'trainer.callbacks.0: given {"init_args": {"patience": 3}}, allowed: ',
-    }.items():
-        code, _, err = command("fit", *bare, "--optimizer", "SGD", *wrong)
-        assert code == 2
-        assert words in err
-
-
-def test_words_of_the_checkpoint_command(command: Command, project: Path, bare: list[str]) -> None:
-    assert command("fit", *bare, "--optimizer", "SGD")[0] == 0
-    assert command("checkpoint", "list", "runs") == command("checkpoint", "ls", "runs")
-    options = ["--dtype", "bf16", "--prefix", "layer"]
-    code, _, err = command("checkpoint", "export", "runs", "w.safetensors", *options)
-    assert code == 0, err
-    found = load_file("w.safetensors")
-    assert {name: value.dtype for name, value in found.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
+    ended = run_python(f"{code}[main(line.split()) for line in {lines}]")
+    assert ended.stderr.count("error: ") == len(lines), ended.stderr
+    assert_recorded(ended.stderr)

@@ -11,7 +11,7 @@ import yaml
 
 from tests.helpers.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
 from tests.helpers.config_files import HERE, accepted, trainer_section
-from tests.helpers.project import Command
+from tests.helpers.project import Command, assert_recorded, done, refused
 from trainer.callbacks import CALLBACKS
 from trainer.cli.config.command import translate
 from trainer.precision import resolve_precision
@@ -51,6 +51,7 @@ def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: P
     assert {row.key for row in translate(name).entries} >= keys_of(name)
     for key in keys_of(name):
         assert f"  {key}: " in out
+    assert_recorded(f"{out}\n{Path('run.yaml').read_text()}")
     accepted(command, "run.yaml", HERE)
 
 
@@ -58,66 +59,6 @@ def report_of(command: Command, name: str) -> dict[str, str]:
     """Return the report's explanation of each key."""
     assert command("config", "--from", name, "--force")[0] == 0
     return {row.key: f"{row.kind}: {row.message}" for row in translate(name).entries}
-
-
-def test_two_machines(command: Command, foreign: Path) -> None:
-    rows = report_of(command, "gpus.yaml")
-    section = trainer_section("run.yaml")
-    assert (section["devices"], section["num_nodes"], section["strategy"]) == (4, 2, "ddp")
-    assert "devices: 4 on each machine (8 is the total of 2)" in rows["num_processes"]
-    command_line = "trainer fit --config module.yaml run.yaml"
-    line = f"trainer launch --nnodes 2 --nproc-per-node 4 --rdzv 10.0.0.1:29500 {command_line}"
-    assert line in Path("run.yaml").read_text()
-
-
-def test_fsdp(command: Command, foreign: Path) -> None:
-    rows = report_of(command, "fsdp.yaml")
-    section = trainer_section("run.yaml")
-    assert section["strategy"] == {
-        "class_path": "fsdp",
-        "init_args": {"cpu_offload": True, "auto_wrap_policy": ["LlamaDecoderLayer"]},
-    }
-    assert section["activation_checkpointing"] == "auto"
-    assert section["compile"] == {"backend": "inductor", "blocks": True}
-    assert "--node-rank N" in rows["machine_rank"]
-    assert rows["fsdp_config.fsdp_state_dict_type"].startswith("left out")
-
-
-def test_the_plugin_of_deepspeed(command: Command, foreign: Path) -> None:
-    rows = report_of(command, "plugin.yaml")
-    section = trainer_section("run.yaml")
-    assert section["strategy"]["class_path"] == "deepspeed_stage_3"
-    assert section["strategy"]["init_args"] == {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
-    assert (section["accumulate_grad_batches"], section["gradient_clip_val"]) == (4, 1.0)
-    assert section["precision"] == "16-mixed"
-    assert "trainer launch" in rows["deepspeed_config.deepspeed_multinode_launcher"]
-
-
-def test_a_json_named_in_the_yaml_is_read(command: Command, foreign: Path) -> None:
-    rows = report_of(command, "with_json.yaml")
-    section = trainer_section("run.yaml")
-    assert section["strategy"]["class_path"] == "deepspeed_stage_2"
-    assert section["precision"] == "16-mixed"
-    assert "zero2.json: zero_optimization.overlap_comm" in rows
-
-
-def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, foreign: Path) -> None:
-    rows = report_of(command, "fp8.yaml")
-    assert rows["fp8_config.backend"].startswith("to do by hand")
-    assert trainer_section("run.yaml")["precision"] == "fp8"
-    assert trainer_section("run.yaml")["devices"] == [0, 2]
-    rows = report_of(command, "megatron.yaml")
-    assert rows["megatron_lm_config.megatron_lm_tp_degree"].startswith("taken over")
-    section = trainer_section("run.yaml")
-    assert section["activation_checkpointing"] == "auto"
-    assert section["strategy"] == {
-        "class_path": "fsdp",
-        "init_args": {"context_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "tensor_parallel": 4},
-    }
-    assert section["accumulate_grad_batches"] == 4
-    rows = report_of(command, "tpu.yaml")
-    assert "gcloud compute tpus tpu-vm ssh NAME" in rows["tpu_name"]
-    assert trainer_section("run.yaml")["strategy"] == "xla"
 
 
 def test_what_deepspeed_does_not_read_is_not_taken_over(command: Command, project: Path) -> None:
@@ -149,39 +90,30 @@ def test_what_deepspeed_does_not_read_is_not_taken_over(command: Command, projec
     accepted(command, "run.yaml", HERE)
 
 
-def test_hybrid_sharding(command: Command, foreign: Path) -> None:
-    report_of(command, "hybrid.yaml")
-    assert trainer_section("run.yaml")["strategy"] == {
-        "class_path": "fsdp",
-        "init_args": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2, 4]},
-    }
-
-
 @pytest.mark.parametrize(
-    ("text", "key", "message"),
+    "text",
     [
-        ("mixed_precison: bf16", "mixed_precison", "Did you mean 'mixed_precision'?"),
-        ("num_processes: 3\nnum_machines: 2", "num_processes", "cannot be divided by 2"),
-        ("distributed_type: MULTI_NPU", "distributed_type", "strategy: ddp"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_shardng_strategy: 1}", "fsdp_shardng_strategy", "Did you mean"),
-        ("fsdp_config: {fsdp_offload_params: true}", "fsdp_offload_params", "does not read it"),
-        (
-            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: two}",
-            "megatron_lm_config.megatron_lm_tp_degree",
-            "nothing is written",
-        ),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}", "zero_stage", "nothing is written"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: x}", "clipping", "nothing is written"),
+        "mixed_precison: bf16",
+        "num_processes: 3\nnum_machines: 2",
+        "distributed_type: MULTI_NPU",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_shardng_strategy: 1}",
+        "fsdp_config: {fsdp_offload_params: true}",
+        "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: two}",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: x}",
+        # beside a file that is named, and says otherwise
+        "mixed_precision: 'no'\ndistributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero2.json}",
+        "mixed_precision: bf16\ndistributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero2.json}",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero2.json, zero_stage: 3}",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero2.json, gradient_clipping: 2}",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero2.json, offload_param_device: cpu}",
     ],
 )
-def test_odd_values_are_reported(command: Command, text: str, key: str, message: str) -> None:
+def test_odd_values_are_reported(command: Command, foreign: Path, text: str) -> None:
     lines = [line for line in COMMON.splitlines() if line.split(":")[0] not in text]
     Path("odd.yaml").write_text("\n".join([*lines, text]) + "\n")
-    code, out, _ = command("config", "--from", "odd.yaml")
-    assert code == 0
-    row = next(row for row in translate("odd.yaml").entries if row.key.endswith(key))
-    assert message in row.message
-    assert key in out
+    out, _ = done(command("config", "--from", "odd.yaml"))
+    assert_recorded(f"{out}\n{Path('run.yaml').read_text()}")
     accepted(command, "run.yaml", HERE)
 
 
@@ -233,38 +165,6 @@ def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
     assert strategy["init_args"] == {"config": {"train_micro_batch_size_per_gpu": 4}}
 
 
-@pytest.mark.parametrize(
-    ("line", "key", "message"),
-    [
-        ("mixed_precision: 'no'", "mixed_precision", "precision is 16-mixed already"),
-        ("mixed_precision: bf16", "mixed_precision", "precision is 16-mixed already"),
-        (
-            "deepspeed_config: {FILE, zero_stage: 3}",
-            "deepspeed_config.zero_stage",
-            "strategy is deepspeed_stage_2 already",
-        ),
-        (
-            "deepspeed_config: {FILE, gradient_clipping: 2}",
-            "deepspeed_config.gradient_clipping",
-            "gradient_clip_val is 1.0 already",
-        ),
-        ("deepspeed_config: {FILE, offload_param_device: cpu}", "deepspeed_config.offload_param_device", ""),
-    ],
-)
-def test_what_a_json_and_the_file_that_names_it_say_differently(
-    command: Command, foreign: Path, line: str, key: str, message: str
-) -> None:
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {FILE}\n" if "deepspeed_config" not in line else ""
-    line = "distributed_type: DEEPSPEED\n" + line if not text else line
-    Path("both.yaml").write_text(COMMON + (text + line + "\n").replace("FILE", "deepspeed_config_file: zero2.json"))
-    row = report_of(command, "both.yaml")[key]
-    assert message in row
-    assert row.startswith("to do by hand: " if message else "taken over: ")
-    section = trainer_section("run.yaml")
-    assert (section["precision"], section["gradient_clip_val"]) == ("16-mixed", 1.0)
-    assert section["strategy"]["class_path"] == "deepspeed_stage_2"
-
-
 def test_deepspeed_itself_takes_what_was_translated(command: Command, foreign: Path) -> None:
     pytest.importorskip("deepspeed")
     for name in (*DEEPSPEED, "plugin.yaml", "with_json.yaml"):
@@ -275,19 +175,6 @@ def test_deepspeed_itself_takes_what_was_translated(command: Command, foreign: P
         assert strategy.problems(resolve_precision(section["precision"]), "cuda", 4) == [], name
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["gpus.yaml", "zero2.json"])
 def test_fit_says_what_to_do_with_it(command: Command, foreign: Path, name: str) -> None:
-    code, _, err = command("fit", "--config", name, "--trainer.max_epochs", "1")
-    assert code == 2
-    kind = "a DeepSpeed" if name in DEEPSPEED else "an Accelerate"
-    assert err == (
-        f"error: {name}: this is {kind} configuration, not one of ours. "
-        f"Translate it with: trainer config --from {name}\n"
-    )
-
-
-def test_a_configuration_of_ours_is_not_translated(command: Command) -> None:
-    Path("ours.yaml").write_text("trainer: {precision: bf16}\n")
-    code, _, err = command("config", "--from", "ours.yaml")
-    assert code == 2
-    assert "goes to trainer fit --config as it is" in err
+    refused(command, "fit", "--config", name, "--trainer.max_epochs", "1")

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.processes import ROOT, fork_python, run_distributed, run_python
-from tests.helpers.project import Command
+from tests.helpers.processes import fork_python, run_distributed, run_python
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
 from trainer.cli.doctor import machine as doctor_machine
 from trainer.cli.doctor.results import CheckResult, summary
-
-DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 
 
 def of(results: Any, subject: str) -> CheckResult:
@@ -70,23 +67,6 @@ def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: 
     assert "one step" in line
     assert message in line
     assert "To see all of it: python -m trainer fit" in line
-
-
-def test_a_wrong_configuration_is_reported_before_anything_is_tried(command: Command) -> None:
-    code, out, err = command("doctor", "--module", "mymodel.py:Net", "--trainer.max_epoch", "3")
-    assert code == 2
-    assert out == ""
-    assert "max_epochs" in err
-    assert command("doctor", "--devices", "0")[0] == command("doctor", "--jsn")[0] == 2
-
-
-def test_help_needs_no_torch() -> None:
-    result = run_python(
-        "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\nsys.exit(main())\n",
-        "doctor",
-        "--help",
-    )
-    assert "trainer doctor --config run.yaml" in result.check(0).stdout
 
 
 # -- each thing that can be wrong --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.project import Command
+from tests.helpers.project import Command, done
 from trainer.cli.doctor.results import gib
 from trainer.model.pipeline_stages import cut_blocks
 
@@ -63,8 +63,7 @@ def test_a_thousand_processes(
     command: Command, net: Path, readers: int, context: int, tensor: int, pipeline: int, mesh: str
 ) -> None:
     write_config(net, tensor_parallel=tensor, context_parallel=context, pipeline_parallel=pipeline)
-    code, out, _ = command("fit", *LARGE)
-    assert code == 0, out
+    out, _ = done(command("fit", *LARGE))
     assert f"mesh: {mesh}" in out
     (memory,) = (line for line in out.splitlines() if "memory" in line)
     # With 128 readers there are fewer rows than shards, and some processes hold one more than their share.
@@ -74,8 +73,7 @@ def test_a_thousand_processes(
 
 def test_a_window_that_is_shorter_than_the_pipeline_is_a_warning(command: Command, net: Path) -> None:
     write_config(net, window=4, pipeline_parallel=8)
-    code, out, _ = command("fit", *LARGE)
-    assert code == 0
+    out, _ = done(command("fit", *LARGE))
     (line,) = (line for line in out.splitlines() if "bubble" in line)
     assert line.startswith("WARN")
     assert "64% of the time. Set accumulate_grad_batches to 32" in out.replace("\n", " ").replace("  ", " ")
@@ -100,15 +98,13 @@ def test_layers_that_are_split_over_machines_are_a_warning(
     command: Command, net: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_config(net, tensor_parallel=16)
-    code, out, _ = command("fit", *LARGE)
-    assert code == 0, out
+    done(command("fit", *LARGE))
     assert "tensor_parallel=16 does not divide the 8 processes of a machine" in caplog.text
 
 
 def test_the_estimate_of_a_split_model(command: Command, net: Path) -> None:
     write_config(net, tensor_parallel=2, pipeline_parallel=4)
-    code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
-    assert code == 0, err
+    out, _ = done(command("estimate", "--config", "run.yaml", "--devices", "16", "--json"))
     rows = json.loads(out)["strategies"]
     (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
     assert own["device"] == expected(tensor=2, sharing=2, pipeline=4)

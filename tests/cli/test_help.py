@@ -29,6 +29,7 @@ for command in {COMMANDS!r}:
     with contextlib.redirect_stdout(io.StringIO()) as text:
         assert main() == 0, command
     texts.append(text.getvalue())
+assert len(sys.modules) < 300, sorted(sys.modules)
 print(json.dumps(texts))
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.project import Command, loaded
+from tests.helpers.project import Command, done, loaded, refused
 from trainer.config.files import read_value, to_yaml
 
 MODEL = """
@@ -31,24 +31,11 @@ class Model(TrainModule):
 CHOICES = ("[CLS]", "*", "---", "1", "0042", "null", "{a}", "&a", "- a", "a: b", "&a b", "true", "1e3", "a.b", "# x")
 MODEL = MODEL.replace("CHOICES", repr(CHOICES))
 TEXTS = [
-    *("a: b", "@home", "*.parquet", "/data/run #2", "[0-9]+", "0042", "%d", "{x}", "a:", "  a  ", "1e5", "- a", "> a"),
+    *("a: b", "@home", "*.parquet", "/data/run #2", "[0-9]+", "0042", "%d", "{x}", "{epoch:02d}-{val_loss:.2f}", "a:"),
+    *("  a  ", "1e5", "- a", "> a"),
     *("a\tb", "a\nb", '{"a": 1}', "true", "", "~x", "'quoted'", '"', "&a", "1_000", "2026_11_28", "---", "null"),
-    *(
-        "...",
-        "!!null",
-        "null # x",
-        "&x null",
-        "# x",
-        "!!int 3",
-        "1 # x",
-        "&x 1",
-        "--- 1",
-        "!x",
-        "{}",
-        "[]",
-        "[MASK]",
-        "* x",
-    ),
+    *("...", "!!null", "null # x", "&x null", "# x", "!!int 3", "1 # x", "&x 1", "--- 1", "!x", "{}", "[]", "[MASK]"),
+    *("* x", "{epoch:02d}-{val_loss:.2f}"),
 ]
 
 
@@ -58,8 +45,7 @@ def arguments(command: Command) -> object:
     Path("model.py").write_text(MODEL)
 
     def of(*words: str) -> dict[str, object]:
-        code, out, err = command("fit", "--module", "model.py:Model", *words, "--print-config")
-        assert code == 0, err
+        out, _ = done(command("fit", "--module", "model.py:Model", *words, "--print-config"))
         found: dict[str, object] = yaml.safe_load(out)["module"]["init_args"]
         return found
 
@@ -79,9 +65,7 @@ def test_typed_for_a_text(arguments: object, text: str) -> None:
 @pytest.mark.parametrize("text", ["1 # x", "&x 1", "!!int 3", "--- 1", "%YAML 1.2\n--- 1"])
 def test_what_yaml_has_around_a_number_makes_it_a_text(arguments: object, text: str, command: Command) -> None:
     assert arguments(f"--module.number={text}", f"--module.free={text}") == {"number": text, "free": text}  # type: ignore[operator]
-    code, _, err = command("fit", "--module", "model.py:Model", f"--module.width={text}", "--print-config")
-    assert code == 2
-    assert "module.width" in err
+    refused(command, "fit", "--module", "model.py:Model", f"--module.width={text}", "--print-config")
 
 
 @pytest.mark.parametrize("text", CHOICES)
@@ -92,25 +76,15 @@ def test_choices_are_typed_as_they_are(arguments: object, text: str) -> None:
     assert arguments("--config", "run.yaml") == {"by": {text: "1e3"}, "by_choice": {text: "0042"}}  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS if "\0" not in text])
+@pytest.mark.parametrize("text", TEXTS)
 def test_in_references(arguments: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TEXT", text)
     words = [
-        "--module.tag",
-        "${env:A_TEXT}",
-        "--module.name",
-        "run-${env:A_TEXT}-x",
-        "--module.root",
-        "w-${module.mixed}",
+        *("--module.tag", "${env:A_TEXT}", "--module.name", "run-${env:A_TEXT}-x"),
+        *("--module.root", "w-${module.mixed}"),
     ]
     found = arguments(*words, "--module.mixed", f"x{text}", "--module.free", "v${env:NOT_THERE,}")  # type: ignore[operator]
-    assert found == {
-        "tag": text,
-        "name": f"run-{text}-x",
-        "root": f"w-x{text}",
-        "mixed": f"x{text}",
-        "free": "v",
-    }
+    assert found == {"tag": text, "name": f"run-{text}-x", "root": f"w-x{text}", "mixed": f"x{text}", "free": "v"}
 
 
 def test_numbers_of_a_file_are_texts_where_a_text_is_wanted(arguments: object) -> None:
@@ -135,9 +109,7 @@ def test_what_is_no_text_is_read_as_yaml_as_before(arguments: object, command: C
     expected = {"tags": ["0042", "a b"], "number": 5, "free": [1, 2], "mixed": ["a"], "name": None, "width": 3}
     assert found == expected
     for name in ("width", "tags", "free", "unknown"):
-        code, _, err = command("fit", "--module", "model.py:Model", f"--module.{name}", "[1, 2", "--print-config")
-        assert code == 2
-        assert f"--module.{name} '[1, 2': not valid YAML: " in err
+        refused(command, "fit", "--module", "model.py:Model", f"--module.{name}", "[1, 2", "--print-config")
 
 
 def test_paths_are_saved_for_any_folder(arguments: object) -> None:
@@ -151,17 +123,13 @@ def test_paths_are_saved_for_any_folder(arguments: object) -> None:
 def test_a_text_of_nothing_is_not_null(arguments: object, text: str, command: Command) -> None:
     found = arguments("--module.name", text, "--module.free", text)  # type: ignore[operator]
     assert found == {"name": text, "free": text}
-    code, _, err = command("fit", "--module", "model.py:Model", "--module.width", text)
-    assert code == 2
-    assert f'module.width: given "{text}", allowed: an integer' in err
+    refused(command, "fit", "--module", "model.py:Model", "--module.width", text)
 
 
 def test_a_path_that_is_a_url_is_refused(arguments: object, command: Command) -> None:
     """A Path makes s3:/b of s3://b, which is another place."""
     for words in (("--module.folder", "s3://b/c"), ("--module.folders", "[a, s3://b/c]")):
-        code, _, err = command("fit", "--module", "model.py:Model", *words)
-        assert code == 2
-        assert "s3://b/c is a URL, which a Path changes. Annotate it as str | Path." in err
+        refused(command, "fit", "--module", "model.py:Model", *words)
     assert arguments("--module.root", "s3://b//c") == {"root": "s3://b//c"}  # type: ignore[operator]
 
 
@@ -172,12 +140,11 @@ def test_an_argument_whose_default_is_none_may_be_null(command: Command) -> None
     )
     Path("model.py").write_text(model)
     Path("run.yaml").write_text("module: {class_path: model.py:Model, width: 3, act: torch.nn.ReLU}\n")
-    code, out, err = command(
-        "fit", "--config", "run.yaml", "--module.width", "null", "--module.act", "null", "--print-config"
+    out, err = done(
+        command("fit", "--config", "run.yaml", "--module.width", "null", "--module.act", "null", "--print-config")
     )
-    assert code == 0, err
     assert yaml.safe_load(out)["module"]["init_args"] == {"width": None, "act": None}
-    code, _, err = command("fit", "--config", "run.yaml", "--module.width", "x")
+    _, _, err = command("fit", "--config", "run.yaml", "--module.width", "x")
     assert 'given "x", allowed: an integer or null' in err
 
 
@@ -191,8 +158,5 @@ def test_keys_may_be_numbers_where_a_text_is_all_there_is(words: tuple[str, ...]
         1: 0.5,
         2: 7.0,
     }
-    code, _, err = command("fit", "--config", *words, "--print-config")
-    assert code == 0, err
-    code, _, err = command("fit", "--config", words[0], "--module.steps.a", "7")
-    assert code == 2
-    assert 'given "a", allowed: an integer' in err
+    done(command("fit", "--config", *words, "--print-config"))
+    refused(command, "fit", "--config", words[0], "--module.steps.a", "7")

@@ -57,24 +57,6 @@ def test_two_processes_print_once(words: list[str], last: str) -> None:
     assert printed.count(last) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["lrs"], "Did you mean 'lr'?"),
-        (["lr", "--config", CONFIG, "--steps", "many"], "--steps"),
-        (["lr", "--config", CONFIG, "--stepz", "3"], "--stepz"),
-        (["lr", "--config", CONFIG, "--min-lr", "2"], "give 0 < min_lr < max_lr"),
-        (["lr"], "nothing to tune"),
-        (["batch-size", "--config", CONFIG, "--memory-limit", "much"], "give a number with its unit, such as 5GB"),
-        (["batch-size", "--config", CONFIG, "--name", "size"], "batch_arg_name='size'"),
-        (["batch-size", "--config", CONFIG, "--mode", "fast"], "'power' or 'binsearch'"),
-    ],
-)
-def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(*words) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_sizes() -> None:
     sizes = {"8GB": 8 * 10**9, "1.5 MiB": 3 * 2**19, "3k": 3000, "100": 100, "2gib": 2**31, ".5KB": 500}
     assert {text: size(text) for text in sizes} == sizes

@@ -52,8 +52,3 @@ def test_a_run_starts_from_the_weights(
     assert "validate it:" not in printed  # there is no validation_step
     assert main([*arguments, "--weights", ".", "--print-config"]) == 0
     assert f"weights: {tmp_path}" in capsys.readouterr().out
-
-
-def test_weights_that_are_not_there_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--weights", "nowhere"]) != 0
-    assert "weights='" in capsys.readouterr().err

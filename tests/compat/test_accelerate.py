@@ -20,10 +20,7 @@ pytest.importorskip("accelerate", reason='needs accelerate: pip install "exact-t
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = runpy.run_path(str(DOCS / "names_pages.py"))
-PLUGINS = {
-    "FullyShardedDataParallelPlugin": FSDPStrategy,
-    "InitProcessGroupKwargs": DDPStrategy,
-}
+PLUGINS = {"FullyShardedDataParallelPlugin": FSDPStrategy, "InitProcessGroupKwargs": DDPStrategy}
 
 
 def arguments_of(function: Any) -> list[str]:

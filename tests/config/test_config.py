@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from tests.helpers.annotated import Act
+from tests.helpers.project import assert_recorded
 from tests.messages import raises_recorded
-from trainer.arguments import PositiveInt
 from trainer.config import load
 from trainer.config.files import read_file, to_yaml
-from trainer.config.tree import (
-    Diagnostics,
-    Node,
-    Source,
-    canonical,
-    dotted,
-    from_override,
-    is_index,
-    merge,
-)
-from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
+from trainer.config.tree import Diagnostics, Node, Source, canonical, dotted, from_override, is_index, merge
+from trainer.config.types import constructor_parameters
 from trainer.errors import ConfigError
 
 
@@ -127,47 +116,34 @@ def test_json_is_read_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("name", "text"),
     [
-        ("run.yaml", "a: 1\nb: [1\nc: 2\n", "run.yaml:3: not valid YAML: while parsing a flow sequence expected"),
-        ("run.yaml", "a:\n\tb: 1\n", "run.yaml:2: not valid YAML"),
-        ("run.yaml", "a:\n\tb: 1\n", "not valid YAML: while scanning"),
-        ("run.yaml", "a: 1\n b: 2\n", "run.yaml:2: not valid YAML: mapping values are not allowed here"),
-        ("run.yaml", "a: *b\n", "run.yaml:1: not valid YAML: found undefined alias"),
-        ("run.yaml", "a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML"),
-        ("run.yaml", "a: 1\nb: \x07\n", "run.yaml:2: not valid YAML: special characters are not allowed"),
-        ("run.yaml", "a: 1\nb: 2\na: 3\n", "run.yaml:3: key 'a' is given twice, at lines 1 and 3. Keep one."),
-        ("run.yaml", "x:\n  a: &a [*a]\n", "run.yaml:2: this value contains itself"),
-        (
-            "run.yaml",
-            "x: !!python/object:os.system 3\n",
-            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system'",
-        ),
-        ("run.yaml", "? [a]\n: 3\n", "run.yaml:1: a key must be a name"),
-        (
-            "run.yaml",
-            "",
-            "run.yaml: this is not a mapping of names to values: give one or more of module, data",
-        ),
-        ("run.yaml", "\n# only this\n", "run.yaml: this is not a mapping"),
-        ("run.yaml", "\n- a\n", "run.yaml:2: this is not a mapping of names to values"),
-        ("run.json", "", "run.json: this is not a mapping"),
-        ("run.json", '{"a": 1,\n"b" 2}', "run.json:2: not valid JSON: Expecting ':' delimiter (column 5)."),
-        ("run.json", '{"a": 1,\n"a": 2}', "run.json:2: key 'a' is given twice, at lines 1 and 2. Keep one."),
-        ("run.toml", "a = 1\nb = \n", "run.toml:2: not valid TOML: Invalid value (column 5)."),
-        ("run.toml", "a = 1\na = 2\n", "run.toml:2: not valid TOML: Cannot overwrite a value"),
-        (
-            "run.ini",
-            "a = 1\n",
-            "run.ini: cannot tell what kind of file this is from '.ini'; allowed: .yaml, .yml, .json",
-        ),
+        ("run.yaml", "a: 1\nb: [1\nc: 2\n"),
+        ("run.yaml", "a:\n\tb: 1\n"),
+        ("run.yaml", "a: 1\n b: 2\n"),
+        ("run.yaml", "a: *b\n"),
+        ("run.yaml", "a: 1\n---\nb: 2\n"),
+        ("run.yaml", "a: 1\nb: \x07\n"),
+        ("run.yaml", "a: 1\nb: 2\na: 3\n"),
+        ("run.yaml", "x:\n  a: &a [*a]\n"),
+        ("run.yaml", "x: !!python/object:os.system 3\n"),
+        ("run.yaml", "? [a]\n: 3\n"),
+        ("run.yaml", ""),
+        ("run.yaml", "\n# only this\n"),
+        ("run.yaml", "\n- a\n"),
+        ("run.json", ""),
+        ("run.json", '{"a": 1,\n"b" 2}'),
+        ("run.json", '{"a": 1,\n"a": 2}'),
+        ("run.toml", "a = 1\nb = \n"),
+        ("run.toml", "a = 1\na = 2\n"),
+        ("run.ini", "a = 1\n"),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(name: str, text: str, expected: str) -> None:
+def test_a_broken_file_is_named_with_its_line(name: str, text: str) -> None:
     value, problems = read(text, name)
     assert value is None
     assert len(problems) == 1
-    assert expected in problems[0]
+    assert_recorded(problems[0])
 
 
 def test_a_missing_file_is_named_with_one_that_is_there() -> None:
@@ -246,9 +222,7 @@ def test_mappings_are_merged_deeply_and_lists_replaced() -> None:
 def test_another_class_starts_from_its_own_defaults_and_that_is_said() -> None:
     value, _, notes = merged("module: {class_path: a.B, init_args: {x: 1}}", "module: c.D")
     assert value == {"module": {"class_path": "c.D"}}
-    assert notes == [
-        "tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out.",
-    ]
+    assert notes == ["tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out."]
 
 
 @pytest.mark.parametrize(
@@ -312,12 +286,6 @@ def test_a_key_with_nothing_behind_it_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_class_keeps_its_arguments() -> None:
-    value, _, notes = merged("module: {class_path: a.B, init_args: {x: 1}}", "module: a.B")
-    assert value == {"module": {"class_path": "a.B", "init_args": {"x": 1}}}
-    assert notes == []
-
-
 def test_numbers_change_elements_of_a_list() -> None:
     callbacks = "trainer: {callbacks: [{class_path: A, x: 1}, B]}"
     value, _, _ = merged(callbacks, "trainer: {callbacks: {0: {x: 2}}}")
@@ -334,57 +302,6 @@ def test_an_override_is_a_tree_of_one_value() -> None:
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "annotation", "expected"),
-    [
-        (3, int, 3),
-        (1, float, 1.0),
-        ([1, 2], tuple[int, ...], (1, 2)),
-        (["a"], Sequence[str], ["a"]),
-        ("a/b", Path, Path("a/b")),
-        ("a", Literal["a", "b"], "a"),
-        ({0: 8}, dict[int, int], {0: 8}),
-        (None, int | None, None),
-        (True, bool | int, True),
-        (1, int | float, 1),
-        (1.0, int | float, 1.0),
-        ({"x": [1]}, Any, {"x": [1]}),
-    ],
-)
-def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
-    result = validate(value, annotation)
-    assert result == expected
-    assert type(result) is type(expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "annotation", "message"),
-    [
-        (2.5, int, "an integer"),
-        (2.0, int, "an integer"),
-        ("3", int, "an integer"),
-        (True, int, "an integer"),
-        (True, float, "a number"),
-        ("1e-3", float, "a number"),
-        (1, bool, "true or false"),
-        (3, str, "text"),
-        (2.5, int | None, "an integer or null"),
-        ("x", int | float, "an integer or a number"),
-        ("c", Literal["a", "b"], '"a" or "b"'),
-        ([1, "a"], list[int] | str, "a list (an integer) or text"),
-        ({"a": 1}, dict[str, str] | None, "a mapping (text, text) or null"),
-        ("x", PositiveInt | None, "an integer from 1 up to 2,147,483,647 or null"),
-        ([1], tuple[int, str], "a list (an integer, text)"),
-        ("y", Act, '"RELU" or "PAIR" or "none"'),
-        (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
-    ],
-)
-def test_values_that_do_not_fit(value: Any, annotation: Any, message: str) -> None:
-    with pytest.raises(TypeMismatchError):
-        validate(value, annotation)
-    assert allowed(annotation) == message
 
 
 def test_parameters_without_a_usable_annotation_take_anything() -> None:

@@ -97,17 +97,8 @@ LEAVES: dict[str, Any] = {
 """Annotations, and values of their types that a file can hold."""
 HASHABLE = ("int", "float", "str", "Path", "Color", "Num", "IntE", "timedelta", "torch.dtype")
 KEYS = (
-    "str",
-    "Name",
-    "Token",
-    "Literal['[CLS]', '*', '1', 'null']",
-    "int",
-    "Color",
-    "Num",
-    "Act",
-    "Path",
-    "timedelta",
-    "bool",
+    *("str", "Name", "Token", "Literal['[CLS]', '*', '1', 'null']", "int", "Color", "Num", "Act", "Path"),
+    *("timedelta", "bool"),
 )
 
 

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.messages import raises_recorded
 from trainer import TrainModule
 from trainer.config.loading import load
 from trainer.config.read import read
@@ -57,10 +58,6 @@ class Made(Line):
 def halved(step: int) -> float:
     """A factor of a learning rate."""
     return 0.5**step
-
-
-def no_number(step: int) -> str:
-    return ""
 
 
 def warmed_up(optimizer: Optimizer, steps: int) -> LRScheduler:
@@ -180,17 +177,16 @@ def test_a_module_gets_functions_and_factories(name: str, tmp_path: Path) -> Non
     assert rates(text, tmp_path)[-1] == pytest.approx(last)
 
 
-WRONG = {
-    "{optimizer: torch.optim.AdamWW}": "torch.optim has no class 'AdamWW'. Did you mean 'AdamW'",
-    "{optimizer: {class_path: torch.optim.SGD, learning_rate: 0.2}}": "module.optimizer (SGD) has no argument",
-    "{loss: torch.pi}": "is a float, not a class",
-    "{scheduler: {class_path: torch.optim.lr_scheduler.StepLR}}": "needs the argument 'step_size'",
-    "{loss: {class_path: torch.optim.lr_scheduler.StepLR, step_size: 1}}": "objects of StepLR cannot be called: name a",
-}
+WRONG = (
+    "{optimizer: torch.optim.AdamWW}",
+    "{optimizer: {class_path: torch.optim.SGD, learning_rate: 0.2}}",
+    "{loss: torch.pi}",
+    "{scheduler: {class_path: torch.optim.lr_scheduler.StepLR}}",
+    "{loss: {class_path: torch.optim.lr_scheduler.StepLR, step_size: 1}}",
+)
 
 
 @pytest.mark.parametrize("arguments", WRONG)
 def test_what_is_no_such_function_is_reported(arguments: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises_recorded(ConfigError):
         built(f"module: {{class_path: tests.config.test_schedules.Made, init_args: {arguments}}}", folder=tmp_path)
-    assert WRONG[arguments] in str(error.value)

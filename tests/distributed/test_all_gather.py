@@ -26,16 +26,8 @@ def test_leaves_are_visited_by_sorted_keys_and_the_structure_stays() -> None:
     visited: list[Any] = []
     mapped = map_sorted(lambda path, leaf: visited.append((path, leaf)) or leaf, data)
     assert visited == [
-        ("['a'][0]", 3),
-        ("['a'][1]", "words"),
-        ("['b'][0]", 1),
-        ("['b'][1][0]", 2),
-        ("['b'][1][1]", None),
-        ("['d']['m']", 9),
-        ("['d']['n']", 8),
-        ("['o']['q']", 6),
-        ("[7]['c']", 5),
-        ("[7]['z']", 4),
+        *(("['a'][0]", 3), ("['a'][1]", "words"), ("['b'][0]", 1), ("['b'][1][0]", 2), ("['b'][1][1]", None)),
+        *(("['d']['m']", 9), ("['d']['n']", 8), ("['o']['q']", 6), ("[7]['c']", 5), ("[7]['z']", 4)),
     ]
     assert mapped == data
     assert [*mapped] == [*data]

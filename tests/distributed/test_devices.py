@@ -65,20 +65,10 @@ def test_accelerator_that_is_not_there(found: Any, asked: str, message: str) -> 
 @pytest.mark.parametrize(
     ("devices", "device_type", "count", "ids"),
     [
-        ("auto", "cpu", 1, None),
-        ("auto", "cuda", 4, None),
-        ("auto", "mps", 1, None),
-        (2, "cpu", 2, None),
-        ("2", "cpu", 2, None),
-        (3, "cuda", 3, None),
-        (-1, "cuda", 4, None),
-        ("-1", "cuda", 4, None),
-        ([2, 0], "cuda", 2, [2, 0]),
-        ((1,), "cuda", 1, [1]),
-        ("0, 3", "cuda", 2, [0, 3]),
-        ("1,", "cuda", 1, [1]),
-        (1, "mps", 1, None),
-        ([0], "mps", 1, [0]),
+        *(("auto", "cpu", 1, None), ("auto", "cuda", 4, None), ("auto", "mps", 1, None), (2, "cpu", 2, None)),
+        *(("2", "cpu", 2, None), (3, "cuda", 3, None), (-1, "cuda", 4, None), ("-1", "cuda", 4, None)),
+        *(([2, 0], "cuda", 2, [2, 0]), ((1,), "cuda", 1, [1]), ("0, 3", "cuda", 2, [0, 3]), ("1,", "cuda", 1, [1])),
+        *((1, "mps", 1, None), ([0], "mps", 1, [0])),
     ],
 )
 def test_devices(found: Any, devices: Any, device_type: str, count: int, ids: list[int] | None) -> None:
@@ -89,23 +79,9 @@ def test_devices(found: Any, devices: Any, device_type: str, count: int, ids: li
 @pytest.mark.parametrize(
     ("devices", "device_type"),
     [
-        (0, "cpu"),
-        (-2, "cuda"),
-        (5, "cuda"),
-        ([0, 4], "cuda"),
-        ([-1], "cuda"),
-        ([1, 1], "cuda"),
-        ("1,1", "cuda"),
-        ([], "cuda"),
-        (2, "mps"),
-        ([1], "mps"),
-        (-1, "cpu"),
-        ([0, 1], "cpu"),
-        ("two", "cpu"),
-        ("", "cpu"),
-        (100_000, "cpu"),
-        (1.0, "cpu"),
-        (None, "cpu"),
+        *((0, "cpu"), (-2, "cuda"), (5, "cuda"), ([0, 4], "cuda"), ([-1], "cuda"), ([1, 1], "cuda"), ("1,1", "cuda")),
+        *(([], "cuda"), (2, "mps"), ([1], "mps"), (-1, "cpu"), ([0, 1], "cpu"), ("two", "cpu"), ("", "cpu")),
+        *((100_000, "cpu"), (1.0, "cpu"), (None, "cpu")),
     ],
 )
 def test_bad_devices(found: Any, devices: Any, device_type: str) -> None:

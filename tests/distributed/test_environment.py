@@ -28,79 +28,76 @@ from trainer import Trainer
 from trainer.distributed.environment import SOURCES, Environment, detect_environment
 from trainer.errors import ConfigError
 
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "5"}
+"""As `srun --mpi=pmi2` sets them, and an interactive shell of Slurm inherits them."""
+OF_KUBEFLOW = {**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"}
+"""In the only pod of a job."""
+SINGLE = [
+    {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    ALLOCATION,  # the shell of salloc
+    BATCH,  # python in the batch script itself
+    {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n1, also with --pty bash
+    {**SRUN, "SLURM_STEP_ID": "4294967290"},  # salloc with an interactive step
+    {"OMPI_COMM_WORLD_RANK": "0"},
+    {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+    {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+    {"RAY_JOB_ID": "0100"},
+    {"RAY_JOB_ID": "0100", "LSF_PM_TASKID": "2", "PMIX_RANK": "1"},  # of blaunch and prun, which started Ray
+    {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1"},  # as srun --mpi=pmix has it with one task, too
+    {"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "8"},  # slots, which are cores
+    {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    {"PMI_RANK": "", "PMI_SIZE": ""},
+    {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
+    dict.fromkeys((*TORCHRUN, *SRUN, *OPEN_MPI, *KUBEFLOW, "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"), ""),
+    # As current and earlier versions of Kubeflow set them in the only pod of a job.
+    OF_KUBEFLOW,
+    {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
+    {**SRUN, **PMI, "SLURM_STEP_ID": "4294967290"},
+]
+
 
 def test_nothing_set_is_a_single_process() -> None:
     assert detect_environment({}) == Environment(0, 0, 1, 1, 0, 1, "single process")
 
 
-def test_master_address_alone_means_nothing() -> None:
-    assert detect_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1"}).source == "single process"
+@pytest.mark.parametrize("variables", SINGLE)
+def test_what_is_not_one_of_several_processes(variables: dict[str, str]) -> None:
+    assert detect_environment(variables).source == "single process"
 
 
-def test_torchrun() -> None:
-    assert detect_environment(TORCHRUN) == Environment(5, 1, 8, 4, 1, 2, "torchrun", "localhost", 29500)
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DECIDES: list[tuple[dict[str, str], str, tuple[object, ...]]] = [
+    (TORCHRUN, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ({name: TORCHRUN[name] for name in NAMES}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),  # machines are counted
+    (SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+    ({**SRUN, "MASTER_ADDR": "10.0.0.7"}, "Slurm", (3, 1, 5, 2, 1, 3, "10.0.0.7")),
+    (OPEN_MPI, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
+    (MVAPICH, "mpirun (MVAPICH)", (3, 1, 4, 2, 1, 2, "node1")),
+    (HYDRA, "mpirun (PMI)", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
+    (KUBEFLOW, "Kubeflow", (2, 0, 4, 1, 2, 4, "job-master-0")),
+    ({**TORCHRUN, "RAY_JOB_ID": "0100"}, "Ray Train", (5, 1, 8, 4, 1, 2, "localhost")),
+    (JSRUN, "jsrun", (3, 1, 4, 2, 1, 2, "node1")),
+    (HOROVODRUN, "horovodrun", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
+    (PALS, "mpiexec (PALS)", (3, 1, 4, 2, 1, 2, "node1")),
+    (FLUX, "flux run", (3, 1, 4, 2, 1, 2, "node1")),
+    (DEEPSPEED, "deepspeed", (3, 1, 4, 2, 1, 2, "node1")),
+    # A Slurm that does not set SLURM_STEP_NUM_TASKS.
+    (OLD_SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+    # The innermost launcher decides: torchrun in a step of srun, mpirun in an allocation.
+    ({**TORCHRUN, **SRUN}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ({**BATCH, **OPEN_MPI}, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
+    ({**TORCHRUN, "RAY_JOB_ID": "0100", "TORCHELASTIC_RUN_ID": "x"}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ({**TORCHRUN, **PMI}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ({**TORCHRUN, "PMIX_RANK": "3", "LSF_PM_TASKID": "2"}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ({**SRUN, **PMI}, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+    # Some of torchrun's variables, which say the same, or are empty.
+    ({**SRUN, "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+    ({**SRUN, "RANK": "", "WORLD_SIZE": "", "SLURM_PTY_PORT": ""}, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+]
 
 
-def test_nodes_are_counted_where_nobody_says() -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = detect_environment({name: TORCHRUN[name] for name in names})
-    assert (environment.node_rank, environment.num_nodes) == (1, 2)
-
-
-@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
-def test_partial_variables_are_named(missing: str) -> None:
-    with raises_recorded(ConfigError):
-        detect_environment({name: value for name, value in TORCHRUN.items() if name != missing})
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"RANK": "8"},
-        {"LOCAL_RANK": "4"},
-        {"LOCAL_WORLD_SIZE": "16"},
-        {"RANK": "one"},
-        {"WORLD_SIZE": "-1"},
-        {"MASTER_PORT": "0"},
-        {"MASTER_PORT": "65536"},
-        {"RANK": "0"},
-    ],
-    ids=str,
-)
-def test_contradictions_are_named(changed: dict[str, str]) -> None:
-    with raises_recorded(ConfigError):
-        detect_environment({**TORCHRUN, **changed})
-
-
-@pytest.mark.parametrize("zero", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_no_processes_at_all(zero: str) -> None:
-    with raises_recorded(ConfigError):
-        detect_environment({**TORCHRUN, zero: "0"})
-
-
-@pytest.mark.parametrize(
-    ("variables", "source", "place"),
-    [
-        (SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
-        ({**SRUN, "MASTER_ADDR": "10.0.0.7"}, "Slurm", (3, 1, 5, 2, 1, 3, "10.0.0.7")),
-        (OPEN_MPI, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
-        (MVAPICH, "mpirun (MVAPICH)", (3, 1, 4, 2, 1, 2, "node1")),
-        (HYDRA, "mpirun (PMI)", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
-        (KUBEFLOW, "Kubeflow", (2, 0, 4, 1, 2, 4, "job-master-0")),
-        ({**TORCHRUN, "RAY_JOB_ID": "0100"}, "Ray Train", (5, 1, 8, 4, 1, 2, "localhost")),
-        (JSRUN, "jsrun", (3, 1, 4, 2, 1, 2, "node1")),
-        (HOROVODRUN, "horovodrun", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
-        (PALS, "mpiexec (PALS)", (3, 1, 4, 2, 1, 2, "node1")),
-        (FLUX, "flux run", (3, 1, 4, 2, 1, 2, "node1")),
-        (DEEPSPEED, "deepspeed", (3, 1, 4, 2, 1, 2, "node1")),
-        # A Slurm that does not set SLURM_STEP_NUM_TASKS.
-        (OLD_SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
-        # The innermost launcher decides: torchrun in a step of srun, mpirun in an allocation.
-        ({**TORCHRUN, **SRUN}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
-        ({**BATCH, **OPEN_MPI}, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
-        ({**TORCHRUN, "RAY_JOB_ID": "0100", "TORCHELASTIC_RUN_ID": "x"}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
-    ],
-)
+@pytest.mark.parametrize(("variables", "source", "place"), DECIDES)
 def test_who_decides(variables: dict[str, str], source: str, place: tuple[object, ...]) -> None:
     found = detect_environment(variables)
     numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size, found.node_rank, found.num_nodes)
@@ -115,26 +112,6 @@ def test_who_decides(variables: dict[str, str], source: str, place: tuple[object
         found.source,
         found.master_port,
     )
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        ALLOCATION,  # the shell of salloc
-        BATCH,  # python in the batch script itself
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n1, also with --pty bash
-        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # salloc with an interactive step
-        {"OMPI_COMM_WORLD_RANK": "0"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
-        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
-        {"RAY_JOB_ID": "0100"},
-        {"RAY_JOB_ID": "0100", "LSF_PM_TASKID": "2", "PMIX_RANK": "1"},  # of blaunch and prun, which started Ray
-        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1"},  # as srun --mpi=pmix has it with one task, too
-        {"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "8"},  # slots, which are cores
-    ],
-)
-def test_what_is_not_one_of_several_processes(variables: dict[str, str]) -> None:
-    assert detect_environment(variables).source == "single process"
 
 
 def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,34 +132,54 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
         assert detect_environment({**SRUN, "SLURM_PTY_PORT": "35673"}).source == "Slurm"
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {**SRUN, "WORLD_SIZE": "4"},
-        {**SRUN, "RANK": "0", "WORLD_SIZE": "5"},
-        {**OPEN_MPI, "LOCAL_RANK": "0"},
-        {**SRUN, "SLURM_PROCID": "5"},
-        {**SRUN, "SLURM_PROCID": "4"},
-        {**SRUN, "SLURM_LOCALID": "x"},
-        {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"},
-        {**SRUN, "SLURM_STEP_NODELIST": "node[1-"},
-        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
-        {**OPEN_MPI, "MASTER_ADDR": ""},
-        {"PET_NNODES": "4", "PET_NODE_RANK": "1"},
-        {**KUBEFLOW, "WORLD_SIZE": "32"},
-        {**SRUN, "MASTER_PORT": "70000"},
-        {**OPEN_MPI, "MASTER_PORT": "70000"},
-        {**KUBEFLOW, "MASTER_PORT": "70000"},
-        {**KUBEFLOW, "MASTER_PORT": ""},
-    ],
-)
-def test_sources_that_contradict_themselves_or_torchruns_variables(variables: dict[str, str]) -> None:
+REFUSED = [
+    *({one: value for one, value in TORCHRUN.items() if one != name} for name in NAMES if name != "MASTER_ADDR"),
+    *({**TORCHRUN, "RANK": rank} for rank in ("8", "one", "0")),
+    *({**TORCHRUN, "LOCAL_RANK": "4"}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}),
+    *({**TORCHRUN, "WORLD_SIZE": "-1"}, {**TORCHRUN, "WORLD_SIZE": "0"}),
+    *({**TORCHRUN, "MASTER_PORT": "0"}, {**TORCHRUN, "MASTER_PORT": "65536"}),
+    {**SRUN, "WORLD_SIZE": "4"},
+    {**SRUN, "RANK": "0", "WORLD_SIZE": "5"},
+    {**OPEN_MPI, "LOCAL_RANK": "0"},
+    {**SRUN, "SLURM_PROCID": "5"},
+    {**SRUN, "SLURM_PROCID": "4"},
+    {**SRUN, "SLURM_LOCALID": "x"},
+    {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"},
+    {**SRUN, "SLURM_STEP_NODELIST": "node[1-"},
+    {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
+    {**OPEN_MPI, "MASTER_ADDR": ""},
+    {"PET_NNODES": "4", "PET_NODE_RANK": "1"},
+    {**KUBEFLOW, "WORLD_SIZE": "32"},
+    {**SRUN, "MASTER_PORT": "70000"},
+    {**OPEN_MPI, "MASTER_PORT": "70000"},
+    {**KUBEFLOW, "MASTER_PORT": "70000"},
+    {**KUBEFLOW, "MASTER_PORT": ""},
+    # Of mpirun without the local ones: each process would train by itself.
+    {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    {"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"},
+    {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+    {name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")},
+    {"PMI_RANK": "0", "PMI_SIZE": "x"},
+    {name: PALS[name] for name in PALS if name != "PMI_SIZE"},
+    {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"},
+    {**FLUX, "FLUX_JOB_SIZE": "5"},
+    {**FLUX, "FLUX_JOB_NNODES": ""},
+    {**FLUX, "FLUX_JOB_NNODES": "0"},
+    {**FLUX, "FLUX_JOB_SIZE": ""},
+    {name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"},
+    {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
+    {"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"},
+    {"LSF_PM_TASKID": "2", "LSB_JOBID": "1"},
+    # As in a batch script, where Slurm does not set these variables.
+    {**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"},
+    *({**OF_KUBEFLOW, "RANK": "1"}, {**OF_KUBEFLOW, "WORLD_SIZE": "8"}, {**OF_KUBEFLOW, "LOCAL_RANK": "0"}),
+]
+
+
+@pytest.mark.parametrize("variables", REFUSED)
+def test_variables_that_are_missing_or_contradict_each_other_are_refused(variables: dict[str, str]) -> None:
     with raises_recorded(ConfigError):
         detect_environment(variables)
-
-
-def test_some_of_torchruns_variables_may_say_the_same() -> None:
-    assert detect_environment({**SRUN, "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}).source == "Slurm"
 
 
 def test_all_processes_of_a_step_have_one_port_and_other_steps_another() -> None:
@@ -201,70 +198,6 @@ def test_all_processes_of_a_step_have_one_port_and_other_steps_another() -> None
 def test_every_source_says_when_it_decides() -> None:
     assert len({source.name for source in SOURCES}) == len(SOURCES) == 12
     assert all(source.decides and source.variables for source in SOURCES)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"PMI_RANK": "0", "PMI_SIZE": "2"},
-        {"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
-        {name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")},
-        {"PMI_RANK": "0", "PMI_SIZE": "x"},
-        {name: PALS[name] for name in PALS if name != "PMI_SIZE"},
-        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"},
-        {**FLUX, "FLUX_JOB_SIZE": "5"},
-        {**FLUX, "FLUX_JOB_NNODES": ""},
-        {**FLUX, "FLUX_JOB_NNODES": "0"},
-        {**FLUX, "FLUX_JOB_SIZE": ""},
-        {name: FLUX[name] for name in FLUX if name != "MASTER_ADDR"},
-        {name: TORCHRUN[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
-        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "x@1"},
-        {"LSF_PM_TASKID": "2", "LSB_JOBID": "1"},
-        # As in a batch script, where Slurm does not set these variables.
-        {**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"},
-    ],
-)
-def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str]) -> None:
-    """Without the refusal each process would train by itself."""
-    with raises_recorded(ConfigError):
-        detect_environment(variables)
-
-
-def test_mpiruns_variables_without_the_local_ones_where_another_decides() -> None:
-    """`srun --mpi=pmi2` sets them, and an interactive shell of Slurm inherits them."""
-    pmi = {"PMI_RANK": "3", "PMI_SIZE": "5"}
-    assert detect_environment({**SRUN, **pmi}).source == "Slurm"
-    assert detect_environment({**TORCHRUN, **pmi}).source == "torchrun"
-    assert detect_environment({**TORCHRUN, "PMIX_RANK": "3", "LSF_PM_TASKID": "2"}).source == "torchrun"
-    assert detect_environment({**SRUN, **pmi, "SLURM_STEP_ID": "4294967290"}).source == "single process"
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_RANK": "", "PMI_SIZE": ""},
-        {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
-        dict.fromkeys((*TORCHRUN, *SRUN, *OPEN_MPI, *KUBEFLOW, "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"), ""),
-        # As current and earlier versions of Kubeflow set them in the only pod of a job.
-        {**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
-    ],
-)
-def test_a_size_of_one_and_empty_variables_are_a_single_process(variables: dict[str, str]) -> None:
-    assert detect_environment(variables).source == "single process"
-
-
-@pytest.mark.parametrize("changed", [{"RANK": "1"}, {"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}])
-def test_the_only_pod_says_nothing_else(changed: dict[str, str]) -> None:
-    with raises_recorded(ConfigError):
-        detect_environment({**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", **changed})
-
-
-def test_empty_variables_do_not_contradict_another_source() -> None:
-    assert detect_environment({**SRUN, "RANK": "", "WORLD_SIZE": "", "SLURM_PTY_PORT": ""}).source == "Slurm"
 
 
 def test_the_number_of_machines_has_to_be_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -39,11 +40,16 @@ def _device() -> None:
     emulated.skip_if_missing()
 
 
-def in_its_own_process(function: Callable[..., None], *args: str | Path) -> None:
-    """Call a function of this module in a new process that has the device."""
-    call = f"{function.__name__}({', '.join(repr(str(one)) for one in args)})"
-    imports = "from tests.emulated import test_emulated_device as tests\nfrom tests.helpers.emulated import device"
-    fork_python(f"{imports}\ndevice.install()\ntests.{call}\n").wait().check()
+def in_its_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a new process that has the device; a path arrives as a text."""
+
+    @functools.wraps(test)
+    def forked(**arguments: object) -> None:
+        given = ", ".join(f"{name}={str(value)!r}" for name, value in arguments.items())
+        imports = "from tests.emulated import test_emulated_device as tests\nfrom tests.helpers.emulated import device"
+        fork_python(f"{imports}\ndevice.install()\ntests.{test.__name__}.__wrapped__({given})\n").wait().check()
+
+    return forked
 
 
 @contextmanager
@@ -58,11 +64,8 @@ def waits() -> Iterator[dict[str, int]]:
 # -- the device itself: what it shows, it shows in every run -----------------------------------------------------------
 
 
+@in_its_own_process
 def test_the_device_shows_races_waits_and_mixed_devices() -> None:
-    in_its_own_process(_device_shows_mistakes)
-
-
-def _device_shows_mistakes() -> None:
     source, side = torch.ones(3).pin_memory(), torch.Stream(DEVICE)
     with side:
         early = source.to(DEVICE, non_blocking=True)
@@ -99,11 +102,8 @@ def _device_shows_mistakes() -> None:
 # -- choosing it -------------------------------------------------------------------------------------------------------
 
 
+@in_its_own_process
 def test_an_accelerator_that_torch_knows_is_chosen_by_name_and_by_auto() -> None:
-    in_its_own_process(_choices)
-
-
-def _choices() -> None:
     for accelerator in ("auto", "emulated"):
         config = Trainer(accelerator=accelerator, **QUIET).config
         assert (config.device_type, config.num_processes, config.strategy.name) == ("emulated", 2, "ddp")
@@ -119,11 +119,8 @@ def _choices() -> None:
     assert trainer.device == module.layer.weight.device == torch.device("emulated", 1)
 
 
+@in_its_own_process
 def test_shared_weights_stay_shared_and_a_module_is_trained_twice() -> None:
-    in_its_own_process(_shared_weights)
-
-
-def _shared_weights() -> None:
     class Shared(Toy):
         def __init__(self) -> None:
             super().__init__()
@@ -148,11 +145,8 @@ def _shared_weights() -> None:
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
+@in_its_own_process
 def test_the_host_waits_for_nothing_between_two_flushes() -> None:
-    in_its_own_process(_waits_between_flushes)
-
-
-def _waits_between_flushes() -> None:
     from torchmetrics import MeanMetric
 
     class WithMetric(Module):
@@ -183,11 +177,8 @@ def _waits_between_flushes() -> None:
         assert between.found == {}, settings
 
 
+@in_its_own_process
 def test_a_loss_that_is_not_finite_is_reported_when_values_are_read() -> None:
-    in_its_own_process(_loss_that_is_nan)
-
-
-def _loss_that_is_nan() -> None:
     class Diverges(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -220,12 +211,9 @@ class Masked(Toy):
         return int(items) if items.device.type == "cpu" else items
 
 
+@in_its_own_process
 def test_numbers_of_items_are_summed_on_the_device() -> None:
     """Hosts that sum them would wait for each other in every step."""
-    in_its_own_process(_sums_of_items)
-
-
-def _sums_of_items() -> None:
     x, y = (part.clone() for part in toy_loader(6).dataset.tensors)  # type: ignore[attr-defined]
     y[::3] = float("nan")
     y[8:12] = float("nan")
@@ -255,10 +243,6 @@ def _sums_of_items() -> None:
         torch.testing.assert_close(module.state_dict()[name].cpu(), value)
 
 
-def test_gradients_of_manual_optimization_travel_together_and_on_the_device() -> None:
-    in_its_own_process(_manual_gradients)
-
-
 class ByHand(Toy):
     automatic_optimization = False
 
@@ -268,7 +252,8 @@ class ByHand(Toy):
         self.optimizers().zero_grad()
 
 
-def _manual_gradients() -> None:
+@in_its_own_process
+def test_gradients_of_manual_optimization_travel_together_and_on_the_device() -> None:
     reduced: list[str] = []
     all_reduce = torch.distributed.all_reduce
 
@@ -288,11 +273,8 @@ def _manual_gradients() -> None:
     assert [value.device.type for value in received] == ["cpu"], "each process would take memory of that device"
 
 
+@in_its_own_process
 def test_batches_without_items_change_nothing() -> None:
-    in_its_own_process(_no_items)
-
-
-def _no_items() -> None:
     module, x = Masked(), torch.randn(8, 4, device=DEVICE)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     nothing = DataLoader(TensorDataset(x, torch.full_like(x[:, :1], float("nan"))), 2)
@@ -301,11 +283,8 @@ def _no_items() -> None:
         assert torch.equal(module.state_dict()[name].cpu(), value), name
 
 
+@in_its_own_process
 def test_initial_values_travel_between_the_devices() -> None:
-    in_its_own_process(_initial_values)
-
-
-def _initial_values() -> None:
     sent: list[torch.device] = []
     broadcast = torch.distributed.broadcast
 
@@ -333,11 +312,8 @@ def _initial_values() -> None:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
+@in_its_own_process
 def test_batches_arrive_before_they_are_used_and_are_not_overwritten() -> None:
-    in_its_own_process(_batches_arrive)
-
-
-def _batches_arrive() -> None:
     move = make_transfer(torch.device(DEVICE))
     for pinned in (True, False):
         for number in range(20):
@@ -352,12 +328,9 @@ def _batches_arrive() -> None:
     assert found == {}
 
 
+@in_its_own_process
 def test_data_on_the_device_trains_on_the_cpu() -> None:
     """An asynchronous copy to the host is read before it has arrived."""
-    in_its_own_process(_from_the_device_to_the_cpu)
-
-
-def _from_the_device_to_the_cpu() -> None:
     seen = []
 
     class Seeing(Toy):
@@ -403,11 +376,8 @@ class Own:
         return Own(self.x.to(device))
 
 
+@in_its_own_process
 def test_custom_batches_are_moved_without_waiting() -> None:
-    in_its_own_process(_custom_batches)
-
-
-def _custom_batches() -> None:
     move, x = make_transfer(torch.device(DEVICE)), torch.randn(5, 3)
 
     def pinned() -> torch.Tensor:
@@ -450,12 +420,9 @@ class Deep(Toy):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+@in_its_own_process
 def test_asynchronous_checkpoints_hold_the_state_of_their_step(tmp_path: Path) -> None:
-    in_its_own_process(_checkpoints, tmp_path)
-
-
-def _checkpoints(given: str) -> None:
-    folder = Path(given)
+    folder = Path(tmp_path)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator))
 
@@ -474,25 +441,19 @@ def _checkpoints(given: str) -> None:
             assert all(value.isfinite().all() for value in ours["model"].values())
 
 
+@in_its_own_process
 def test_predictions_and_their_files_are_those_of_the_host(tmp_path: Path) -> None:
-    in_its_own_process(_predictions, tmp_path)
-
-
-def _predictions(folder: str) -> None:
     x, module = torch.randn(10, 4), Deep()
-    written = PredictionWriter(f"{folder}/out")
+    written = PredictionWriter(f"{tmp_path}/out")
     loader = DataLoader(TensorDataset(x), 4)
     outputs = Trainer(devices=1, callbacks=[written], **QUIET).predict(module, loader, return_predictions=True)
     expected = module.cpu().eval().layer(x)
     torch.testing.assert_close(torch.cat([output.cpu() for output in outputs or ()]), expected)
-    assert any(Path(folder, "out").rglob("*"))
+    assert any(Path(tmp_path, "out").rglob("*"))
 
 
+@in_its_own_process
 def test_a_tensor_that_stays_on_the_host_is_refused_with_a_message() -> None:
-    in_its_own_process(_forgotten)
-
-
-def _forgotten() -> None:
     class Forgetful(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch, batch_idx) * torch.ones(1)

@@ -87,13 +87,7 @@ def test_every_damage_of_the_last_checkpoint_is_named_and_the_one_before_is_take
 @pytest.mark.parametrize("pointer", ["last.json", "best.json"])
 def test_a_damaged_pointer_is_passed_over(pointer: str, runs: dict[str, Path], memory_folder: Path) -> None:
     for content in (
-        b"",
-        b"{",
-        b"[]",
-        b'{"checkpoint": 3}',
-        b'{"checkpoint": "../../uninterrupted"}',
-        b"\xff\xfe",
-        None,
+        *(b"", b"{", b"[]", b'{"checkpoint": 3}', b'{"checkpoint": "../../uninterrupted"}', b"\xff\xfe", None),
     ):
         copy = memory_folder / "pointer"
         shutil.copytree(runs["stopped"].parent, copy)

@@ -155,17 +155,7 @@ NUMBERS: list[Any] = [
     {"$int": "0x" + "f" * 2000},
 ]
 TEXTS = [
-    "",
-    "a",
-    "x" * 100_000,
-    "..",
-    "../../../victim",
-    "/etc/passwd",
-    "\0",
-    "\x1b[2J",
-    "ünï\ud800",
-    "$tensor",
-    "step",
+    *("", "a", "x" * 100_000, "..", "../../../victim", "/etc/passwd", "\0", "\x1b[2J", "ünï\ud800", "$tensor", "step"),
 ]
 OTHERS: list[Any] = [None, True, False, [], {}, [[]], {"a": 1}, {"$tuple": []}, {"$items": [[1, 2]]}]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -226,7 +225,3 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 def strictly() -> None:
     """Turn warnings into errors, as under pytest."""
     warnings.simplefilter("error")
-
-
-def first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"

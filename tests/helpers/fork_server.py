@@ -23,14 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 PRELOADED = (
-    "pytest",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "deepspeed",
-    "trainer.callbacks",
-    "trainer.strategies",
+    *("pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "deepspeed"),
+    *("trainer.callbacks", "trainer.strategies"),
 )
 
 

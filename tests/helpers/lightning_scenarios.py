@@ -1,4 +1,4 @@
-"""The scenarios that run through Lightning and through this package: see `both.py`."""
+"""The scenarios that run through Lightning and through this package: see `lightning_runs`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,27 @@ OF = {library.Trainer: library for library in (LIGHTNING, OURS)}
 # -- optimizers and schedulers -----------------------------------------------------------------------------------------
 
 
+Part: Any = object
+"""The class below the parts of modules here, which are laid over the `Net` of a library: see `lightning_runs`."""
+
+
+def does(**methods: Any) -> Any:
+    """Return a part with these methods."""
+    return type("Module", (Part,), methods)
+
+
+def notes(**hooks: Any) -> Any:
+    """Return a part whose hooks note what these functions of the module and the hook's arguments return."""
+
+    def noting(what: Any) -> Any:
+        return lambda self, *arguments: self.record.noted.append(what(self, *arguments))
+
+    return does(**{name: noting(what) for name, what in hooks.items()})
+
+
 def with_optimizer(make: Any) -> Any:
-    """Define a module with `configure_optimizers` returning `make(module)`."""
-
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def configure_optimizers(self) -> Any:
-                return make(self)
-
-        return Module
-
-    return define
+    """Return a part with `configure_optimizers` returning `make(module)`."""
+    return does(configure_optimizers=lambda self: make(self))
 
 
 def sgd_with(rate: Any, module: Any) -> Any:
@@ -61,322 +71,274 @@ def two_groups(module: Any) -> Any:
     return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def closed(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
-
-    return Module
+class Closed(Part):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
-def clipped_by_hand(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def configure_gradient_clipping(
-            self,
-            optimizer: Any,
-            gradient_clip_val: float | None = None,
-            gradient_clip_algorithm: str | None = None,
-        ) -> None:
-            record.noted.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
-            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-    return Module
+class ClippedByHand(Part):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        self.record.noted.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-def manual(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+class Manual(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            for optimizer, part in zip(self.optimizers(), (self.body, self.head), strict=True):
-                self.toggle_optimizer(optimizer)
-                loss = self.wrote(self.loss_of(batch))
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                record.noted.append(sum(p.grad is not None for p in part.parameters()))
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-            self.log("loss", loss)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.body.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)]
-
-    return Module
-
-
-def manual_with_schedule(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer, part in zip(self.optimizers(), (self.body, self.head), strict=True):
+            self.toggle_optimizer(optimizer)
             loss = self.wrote(self.loss_of(batch))
+            optimizer.zero_grad()
             self.manual_backward(loss)
-            if batch_idx % 2:
-                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-                optimizer.step()
-                optimizer.zero_grad()
+            self.record.noted.append(sum(p.grad is not None for p in part.parameters()))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss)
 
-        def on_train_epoch_end(self) -> None:
-            self.lr_schedulers().step()
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-    return Module
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)]
 
 
-def manual_with_closure(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+class ManualWithSchedule(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.wrote(self.loss_of(batch))
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
 
-            def closure() -> Any:
-                loss = self.wrote(self.loss_of(batch))
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                return loss
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
 
-            returned = optimizer.step(closure=closure)
-            record.noted.append(float(returned))
-            return returned
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-    return Module
+
+class ManualWithClosure(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        returned = optimizer.step(closure=closure)
+        self.record.noted.append(float(returned))
+        return returned
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
 
 
 def logs(**options: Any) -> Any:
-    """Define a module that logs its loss with these options in training, and by default in validation."""
+    """Return a part that logs its loss with these options in training, and by default in validation."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = self.wrote(self.loss_of(batch))
-                self.log("loss", loss, **options)
-                return loss
+    class Module(Part):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log("loss", loss, **options)
+            return loss
 
-        return Module
-
-    return define
+    return Module
 
 
 def validation_logs(**options: Any) -> Any:
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("val_loss", self.loss_of(batch), **options)
-
-        return Module
-
-    return define
-
-
-def logs_in_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("in_batch_end", float(batch_idx))
-
-        def on_train_epoch_end(self) -> None:
-            self.log("in_epoch_end", float(self.current_epoch))
-
-        def on_validation_epoch_end(self) -> None:
-            self.log("in_validation_end", float(self.current_epoch) + 10)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.wrote(self.loss_of(batch))
-            self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True)
-            return loss
-
-    return Module
-
-
-def metric_objects(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.train_error = MeanSquaredError()
-            self.val_error = MeanSquaredError()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
-            predicted = self(x)
-            loss = self.wrote(nn.functional.mse_loss(predicted, y))
-            self.train_error.update(predicted.detach(), y)
-            self.log("train_error", self.train_error, on_step=False, on_epoch=True)
-            return loss
-
+    class Module(Part):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
-            self.val_error.update(self(x), y)
-            self.log("val_error", self.val_error)
-
-        def on_validation_epoch_end(self) -> None:
-            record.noted.append(("validation", float(self.val_error.compute())))
-
-        def on_train_epoch_end(self) -> None:
-            record.noted.append(("train", float(self.train_error.compute())))
+            self.log("val_loss", self.loss_of(batch), **options)
 
     return Module
 
 
-def metrics_computed_by_hand(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.error = MeanSquaredError()
+class LogsInHooks(Part):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("in_batch_end", float(batch_idx))
 
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = batch
-            self.error.update(self(x), y)
+    def on_train_epoch_end(self) -> None:
+        self.log("in_epoch_end", float(self.current_epoch))
 
-        def on_validation_epoch_end(self) -> None:
-            self.log("val_error", self.error.compute())
-            self.error.reset()
+    def on_validation_epoch_end(self) -> None:
+        self.log("in_validation_end", float(self.current_epoch) + 10)
 
-    return Module
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.wrote(self.loss_of(batch))
+        self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True)
+        return loss
 
 
-def notes_metrics(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    def note(self: Any, place: str) -> None:
+class MetricObjects(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_error = MeanSquaredError()
+        self.val_error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        predicted = self(x)
+        loss = self.wrote(nn.functional.mse_loss(predicted, y))
+        self.train_error.update(predicted.detach(), y)
+        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.val_error.update(self(x), y)
+        self.log("val_error", self.val_error)
+
+    def on_validation_epoch_end(self) -> None:
+        self.record.noted.append(("validation", float(self.val_error.compute())))
+
+    def on_train_epoch_end(self) -> None:
+        self.record.noted.append(("train", float(self.train_error.compute())))
+
+
+class MetricsComputedByHand(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.error.update(self(x), y)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_error", self.error.compute())
+        self.error.reset()
+
+
+class NotesMetrics(Part):
+    def note(self, place: str) -> None:
         metrics = self.trainer.callback_metrics
-        record.noted.append((place, sorted(metrics), all(isinstance(v, torch.Tensor) for v in metrics.values())))
+        self.record.noted.append((place, sorted(metrics), all(isinstance(v, torch.Tensor) for v in metrics.values())))
 
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.wrote(self.loss_of(batch))
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.wrote(self.loss_of(batch))
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            note(self, "train batch")
-            record.noted.append(float(self.trainer.callback_metrics["loss_step"]))
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("train batch")
+        self.record.noted.append(float(self.trainer.callback_metrics["loss_step"]))
 
-        def on_validation_epoch_end(self) -> None:
-            note(self, "validation")
+    def on_validation_epoch_end(self) -> None:
+        self.note("validation")
 
-        def on_train_epoch_end(self) -> None:
-            note(self, "train epoch")
-
-    return Module
+    def on_train_epoch_end(self) -> None:
+        self.note("train epoch")
 
 
-def metrics_in_every_hook(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    """Note how many batches two metrics contain in every hook between two epochs and evaluations."""
+class MetricsInEveryHook(Part):
+    """Notes how many batches two metrics contain in every hook between two epochs and evaluations."""
 
-    def hook(name: str) -> Any:
-        def note(self: Any) -> None:
-            counts = (name, self.train_error.update_count, self.val_error.update_count)
-            record.noted.append((*counts, *(float(metric.compute()) for metric in self.metrics if metric.update_count)))
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_error, self.val_error = MeanSquaredError(), MeanSquaredError()
+        self.metrics = [self.train_error, self.val_error]
 
-        return note
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.train_error(self(batch[0]).detach(), batch[1])
+        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+        return self.wrote(self.loss_of(batch))
 
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.train_error, self.val_error = MeanSquaredError(), MeanSquaredError()
-            self.metrics = [self.train_error, self.val_error]
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_error(self(batch[0]), batch[1])
+        self.log("val_error", self.val_error)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.train_error(self(batch[0]).detach(), batch[1])
-            self.log("train_error", self.train_error, on_step=False, on_epoch=True)
-            return self.wrote(self.loss_of(batch))
+    test_step = validation_step
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.val_error(self(batch[0]), batch[1])
-            self.log("val_error", self.val_error)
-
-        test_step = validation_step
-
-    stages = [f"{stage}{part}" for stage in ("train", "validation", "test") for part in ("", "_epoch")]
-    hooks = [f"on_{stage}_{place}" for stage in stages for place in ("start", "end")]
-    return type("Module", (Module,), {name: hook(name) for name in hooks})
+    def note(self) -> None:
+        counts = [metric.update_count for metric in self.metrics]
+        self.record.noted.append(
+            (*counts, *(float(metric.compute()) for metric in self.metrics if metric.update_count))
+        )
 
 
-def latest_values(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.wrote(self.loss_of(batch))
-            self.log("loss", loss)
-            self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
-            self.log("bar", loss, prog_bar=True, logger=False)
-            return loss
-
-        def on_train_batch_end(self, *arguments: Any) -> None:
-            for values in (self.trainer.logged_metrics, self.trainer.progress_bar_metrics):
-                record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
-            record.noted.append({type(value).__name__ for value in self.trainer.progress_bar_metrics.values()})
-
-        def on_train_epoch_end(self) -> None:
-            record.noted.append(sorted({"epoch", *self.trainer.logged_metrics}))
-
-    return Module
+for stage in ("train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch"):
+    for place in ("start", "end"):
+        setattr(MetricsInEveryHook, f"on_{stage}_{place}", MetricsInEveryHook.note)
 
 
-def logged_in_both_ways(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("both", self.loss_of(batch), on_step=True, on_epoch=True)
-            self.log("epoch_only", self.loss_of(batch), prog_bar=True)
+class LatestValues(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.wrote(self.loss_of(batch))
+        self.log("loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("bar", loss, prog_bar=True, logger=False)
+        return loss
 
-        def on_validation_epoch_end(self) -> None:
-            self.log("end", 3.0)
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        for values in (self.trainer.logged_metrics, self.trainer.progress_bar_metrics):
+            self.record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
+        self.record.noted.append({type(value).__name__ for value in self.trainer.progress_bar_metrics.values()})
 
-    return Module
+    def on_train_epoch_end(self) -> None:
+        self.record.noted.append(sorted({"epoch", *self.trainer.logged_metrics}))
 
 
-def logs_seldom(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    """Log one value in one step of an epoch, and note it in all hooks after it."""
+class LoggedInBothWays(Part):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("both", self.loss_of(batch), on_step=True, on_epoch=True)
+        self.log("epoch_only", self.loss_of(batch), prog_bar=True)
 
-    def hook(self: Any, *arguments: Any) -> None:
+    def on_validation_epoch_end(self) -> None:
+        self.log("end", 3.0)
+
+
+class LogsSeldom(Part):
+    """Logs one value in one step of an epoch, and notes it in all hooks after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.log("seldom", loss)
+        return loss
+
+    def on_validation_end(self, *arguments: Any) -> None:
         found = self.trainer.callback_metrics.get("seldom")
-        record.noted.append(None if found is None else float(found))
+        self.record.noted.append(None if found is None else float(found))
 
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 1:
-                self.log("seldom", loss)
-            return loss
-
-    hooks = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_epoch_start")
-    return type("Module", (Module,), dict.fromkeys(hooks, hook))
+    on_train_batch_end = on_train_epoch_end = on_train_epoch_start = on_validation_end
 
 
-def logs_and_reads(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+class LogsAndReads(Part):
     """Log in hooks and look at once, in the module's hooks and in those of a callback after another."""
 
-    class Module(Net):
-        def note(self) -> None:
-            trainer = self.trainer
-            for values in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
-                record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
+    def note(self) -> None:
+        trainer = self.trainer
+        for values in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+            self.record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
 
-        def on_train_epoch_start(self) -> None:
-            self.log("start", float(self.current_epoch))
+    def on_train_epoch_start(self) -> None:
+        self.log("start", float(self.current_epoch))
 
-        def on_validation_epoch_end(self) -> None:
-            if not self.trainer.sanity_checking:
-                self.log("val_end", torch.tensor(self.global_step), prog_bar=True)
-                self.note()
-
-        def on_train_epoch_end(self) -> None:
-            self.log("end", float(self.global_step), logger=False)
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val_end", torch.tensor(self.global_step), prog_bar=True)
             self.note()
 
-        on_test_epoch_end = on_train_epoch_end
+    def on_train_epoch_end(self) -> None:
+        self.log("end", float(self.global_step), logger=False)
+        self.note()
 
-    return Module
+    on_test_epoch_end = on_train_epoch_end
 
 
 def two_that_log(library: Library, record: Record, folder: Path) -> list[Any]:
@@ -389,32 +351,26 @@ def two_that_log(library: Library, record: Record, folder: Path) -> list[Any]:
     return [type(name, (library.Callback,), {"on_train_epoch_end": do})() for name, do in (("A", logs), ("B", reads))]
 
 
-def logs_before_the_forward(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            self.log("before", float(self.global_step), on_step=True, on_epoch=True)
+class LogsBeforeTheForward(Part):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("before", float(self.global_step), on_step=True, on_epoch=True)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.wrote(self.loss_of(batch))
-
-    return Module
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.wrote(self.loss_of(batch))
 
 
-def metric_by_default(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.error = MeanSquaredError()
+class MetricByDefault(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.error(self(batch[0]).detach(), batch[1])
-            self.log("error", self.error)
-            return super().training_step(batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error(self(batch[0]).detach(), batch[1])
+        self.log("error", self.error)
+        return super().training_step(batch, batch_idx)
 
-        def on_train_epoch_end(self) -> None:
-            record.noted.append((self.error.update_count, float(self.error.compute())))
-
-    return Module
+    def on_train_epoch_end(self) -> None:
+        self.record.noted.append((self.error.update_count, float(self.error.compute())))
 
 
 @dataclass
@@ -436,53 +392,36 @@ class Batches(IterableDataset[Any]):
             yield self.make(*next(iter(loader(size, size))))
 
 
-def logs_twice(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.wrote(self.loss_of(batch))
-            self.log("twice", loss)
-            self.log("twice", 3 * loss)
-            return loss
-
-    return Module
+class LogsTwice(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.wrote(self.loss_of(batch))
+        self.log("twice", loss)
+        self.log("twice", 3 * loss)
+        return loss
 
 
-def one_name_in_two_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_validation_batch_end(self, *arguments: Any) -> None:
-            self.log("val_loss", 100.0)
-
-    return Module
-
-
-def maxima_of_nan(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            value = float("nan") if batch_idx == 1 else float(batch_idx)
-            for reduction in ("min", "max"):
-                self.log(f"{reduction} of numbers", value, reduce_fx=reduction)
-                self.log(f"{reduction} of tensors", torch.tensor(value), reduce_fx=reduction)
-
-    return Module
+class MaximaOfNan(Part):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        value = float("nan") if batch_idx == 1 else float(batch_idx)
+        for reduction in ("min", "max"):
+            self.log(f"{reduction} of numbers", value, reduce_fx=reduction)
+            self.log(f"{reduction} of tensors", torch.tensor(value), reduce_fx=reduction)
 
 
 def batches_of(make: Any, read: Any) -> dict[str, Any]:
     """Return the definition and the action of a scenario with such batches."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = self.wrote(self.loss_of(read(batch)))
-                self.log("loss", loss, on_step=False, on_epoch=True)
-                return loss
+    class Module(Part):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(read(batch)))
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
 
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("val_loss", self.loss_of(read(batch)))
-
-        return Module
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val_loss", self.loss_of(read(batch)))
 
     data = lambda: DataLoader(Batches(make), batch_size=None)  # noqa: E731
-    return {"define": define, "action": fit_with(data, data)}
+    return {"part": Module, "action": fit_with(data, data)}
 
 
 def returned(trainer: Any, module: Any) -> None:
@@ -504,107 +443,70 @@ def best_of_the_former(trainer: Any, module: Any) -> None:
 # -- steps, modes, hooks -----------------------------------------------------------------------------------------------
 
 
-def returns_dict(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.wrote(self.loss_of(batch)), "size": len(batch[0]), "y": self(batch[0])}
+class ReturnsDict(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.wrote(self.loss_of(batch)), "size": len(batch[0]), "y": self(batch[0])}
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            record.noted.append((sorted(outputs), outputs["loss"].requires_grad, outputs["size"]))
-
-    return Module
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record.noted.append((sorted(outputs), outputs["loss"].requires_grad, outputs["size"]))
 
 
-def returns_none_at_times(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1:
-                return None
-            return super().training_step(batch, batch_idx)
+class FrozenInEval(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.body.eval()
+        self.body.requires_grad_(False)
 
-    return Module
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.record.noted.append((self.training, self.body.training, self.head.training))
 
-
-def skips_the_rest(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    return Module
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.record.noted.append((self.training, self.body.training, self.head.training))
 
 
-def frozen_in_eval(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-            self.body.eval()
-            self.body.requires_grad_(False)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            record.noted.append((self.training, self.body.training, self.head.training))
-
-        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            record.noted.append((self.training, self.body.training, self.head.training))
-
-    return Module
+class Stops(Part):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            self.trainer.should_stop = True
 
 
-def stops(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.trainer.global_step == 2:
-                self.trainer.should_stop = True
-
-    return Module
+class ReturnsNoneAtTimes(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-def several_loaders(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            record.noted.append((batch_idx, dataloader_idx))
-            self.log("val_loss", self.loss_of(batch))
-
-    return Module
+class SeveralLoaders(Part):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.record.noted.append((batch_idx, dataloader_idx))
+        self.log("val_loss", self.loss_of(batch))
 
 
-def predicts(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return self(batch[0])
+def _activity(name: str) -> Any:
+    def note(self: Any, *arguments: Any, **named: Any) -> Any:
+        flags = ("training", "validating", "sanity_checking", "evaluating")
+        self.record.noted.append((name, [flag for flag in flags if getattr(self.trainer, flag)]))
+        return getattr(super(ActivitiesInHooks, self), name)(*arguments, **named)
 
-    return Module
-
-
-def activities_in_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    def noted(name: str) -> Any:
-        def note(self: Any, *arguments: Any, **named: Any) -> Any:
-            flags = ("training", "validating", "sanity_checking", "evaluating")
-            record.noted.append((name, [flag for flag in flags if getattr(self.trainer, flag)]))
-            return getattr(super(Module, self), name)(*arguments, **named)
-
-        return note
-
-    hooks = ("prepare_data", "setup", "configure_model", "configure_optimizers", "on_train_batch_end", "teardown")
-    Module = type("Module", (Net,), {name: noted(name) for name in (*hooks, *MODULE_HOOKS)})  # noqa: N806
-    return Module
+    return note
 
 
-def steps_of_any_arguments(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            record.noted.append((len(args), sorted(kwargs)))
-            return self.wrote(self.loss_of(args[0]))
+HOOKS = ("prepare_data", "setup", "configure_model", "configure_optimizers", "on_train_batch_end", "teardown")
+ActivitiesInHooks = type("ActivitiesInHooks", (Part,), {name: _activity(name) for name in (*HOOKS, *MODULE_HOOKS)})
 
-        def validation_step(self, batch: Any, *args: Any) -> Any:
-            record.noted.append(args)
-            self.log("val_loss", self.loss_of(batch))
 
-        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-            record.noted.append(("predict", *args[1:], sorted(kwargs)))
-            return self(args[0][0])
+class StepsOfAnyArguments(Part):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.record.noted.append((len(args), sorted(kwargs)))
+        return self.wrote(self.loss_of(args[0]))
 
-    return Module
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        self.record.noted.append(args)
+        self.log("val_loss", self.loss_of(batch))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.record.noted.append(("predict", *args[1:], sorted(kwargs)))
+        return self(args[0][0])
 
 
 def hooks_of_any_arguments(library: Library, record: Record, folder: Path) -> list[Any]:
@@ -622,70 +524,64 @@ def hooks_of_any_arguments(library: Library, record: Record, folder: Path) -> li
     return [type("Hooks", (library.Callback,), hooks)()]
 
 
-def third_argument_of_its_own(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int, split: str = "val") -> Any:
-            record.noted.append(split)
-            self.log("val_loss", self.loss_of(batch))
+class ThirdArgumentOfItsOwn(Part):
+    def validation_step(self, batch: Any, batch_idx: int, split: str = "val") -> Any:
+        self.record.noted.append(split)
+        self.log("val_loss", self.loss_of(batch))
 
-        def test_step(self, batch: Any, batch_idx: int) -> Any:
-            self.validation_step(batch, batch_idx, "test")
-
-    return Module
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validation_step(batch, batch_idx, "test")
 
 
-def calls_the_base(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    """Define a module whose methods call those of the library's own class; `hooked` does so in every hook."""
+class CallsTheBase(Part):
+    """A module whose methods call those of the library's own class."""
 
-    class Module(Net):
-        def forward(self, batch: Any) -> Any:
-            return super().forward(batch[0] if isinstance(batch, list) else batch)
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch[0] if isinstance(batch, list) else batch)
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            record.noted.append(library.Module.validation_step(self, batch, batch_idx, dataloader_idx))
-            return super().validation_step(batch, batch_idx)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.record.noted.append(OF[type(self.trainer)].Module.validation_step(self, batch, batch_idx, dataloader_idx))
+        return super().validation_step(batch, batch_idx)
 
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return super().predict_step(batch, batch_idx, dataloader_idx)
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return super().predict_step(batch, batch_idx, dataloader_idx)
 
-        def setup(self, stage: str) -> None:
-            super().setup(stage)
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
 
-        def teardown(self, stage: str) -> None:
-            super().teardown(stage)
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
 
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            super().configure_gradient_clipping(optimizer)
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer)
 
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            super().lr_scheduler_step(scheduler, metric)
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
 
-        def configure_callbacks(self) -> Any:
-            return super().configure_callbacks()
+    def configure_callbacks(self) -> Any:
+        return super().configure_callbacks()
 
-        def configure_model(self) -> None:
-            super().configure_model()
+    def configure_model(self) -> None:
+        super().configure_model()
 
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-        def prepare_data(self) -> None:
-            super().prepare_data()
+    def prepare_data(self) -> None:
+        super().prepare_data()
 
-        def val_dataloader(self) -> Any:
-            return super().val_dataloader()
+    def val_dataloader(self) -> Any:
+        return super().val_dataloader()
 
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return super().on_before_batch_transfer(batch, dataloader_idx)
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return super().on_before_batch_transfer(batch, dataloader_idx)
 
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return super().on_after_batch_transfer(batch, dataloader_idx)
-
-    return Module
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return super().on_after_batch_transfer(batch, dataloader_idx)
 
 
 NONE = (
@@ -696,28 +592,10 @@ NONE = (
 """Methods that Lightning takes as not defined when they are None."""
 
 
-def none_in_the_class(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    return type("Module", (Net,), dict.fromkeys(NONE))
-
-
 def fit_with_none_on_the_module(trainer: Any, module: Any) -> None:
     for name in NONE:
         setattr(module, name, None)
     trainer.fit(module, loader(), loader(seed=8))
-
-
-def gradients_seen(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_after_backward(self) -> None:
-            record.noted.append(("after backward", self.head.bias.grad.tolist()))
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            record.noted.append(("before step", self.head.bias.grad.tolist()))
-
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            record.noted.append(("before zero", self.head.bias.grad is None))
-
-    return Module
 
 
 def data_module_of(library: Library, record: Record) -> Any:
@@ -744,22 +622,6 @@ def data_module_of(library: Library, record: Record) -> Any:
             record.noted.append(("teardown", stage))
 
     return Data()
-
-
-def validations(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_validation_epoch_end(self) -> None:
-            record.noted.append(self.trainer.global_step)
-
-    return Module
-
-
-def last_batches(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            record.noted.append((batch_idx, self.trainer.is_last_batch))
-
-    return Module
 
 
 class Stream(IterableDataset[Any]):
@@ -790,6 +652,10 @@ def validate(trainer: Any, module: Any) -> None:
     trainer.validate(module, loader())
 
 
+def run_test(trainer: Any, module: Any) -> None:
+    trainer.test(module, loader())
+
+
 def fit_validate_and_test(trainer: Any, module: Any) -> None:
     trainer.fit(module, loader(), loader(seed=8))
     trainer.validate(module, loader())
@@ -817,49 +683,32 @@ def averaging(name: str, **options: Any) -> Any:
     return lambda library, record, folder: [of(library)(**options)]
 
 
-def normalized(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-
-    return Module
+class Normalized(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
 
 
-def notes_loaders(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def train_dataloader(self) -> Any:
-            record.noted.append("train")
-            return loader()
+class NotesLoaders(Part):
+    def train_dataloader(self) -> Any:
+        self.record.noted.append("train")
+        return loader()
 
-        def val_dataloader(self) -> Any:
-            record.noted.append("val")
-            return loader(seed=8)
+    def val_dataloader(self) -> Any:
+        self.record.noted.append("val")
+        return loader(seed=8)
 
-        def on_validation_start(self) -> None:
-            record.noted.append(self.trainer.num_training_batches)
-
-    return Module
-
-
-def grows(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def train_dataloader(self) -> Any:
-            return loader(6 + 3 * self.current_epoch)
-
-    return Module
+    def on_validation_start(self) -> None:
+        self.record.noted.append(self.trainer.num_training_batches)
 
 
 def stops_in(hook: str, epoch: int) -> Any:
-    """Define a module that asks for a stop in a hook of an epoch."""
+    """Return a part that asks for a stop in a hook of an epoch."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        def stop(self: Any) -> None:
-            self.trainer.should_stop = self.trainer.should_stop or self.current_epoch == epoch
+    def stop(self: Any) -> None:
+        self.trainer.should_stop = self.trainer.should_stop or self.current_epoch == epoch
 
-        return type("Module", (Net,), {hook: stop})
-
-    return define
+    return does(**{hook: stop})
 
 
 def stops_after_validation(library: Library, record: Record, folder: Path) -> list[Any]:
@@ -871,33 +720,22 @@ def stops_after_validation(library: Library, record: Record, folder: Path) -> li
     return [Stop()]
 
 
-def constant_value(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
+def one_name_in_both(**options: Any) -> Any:
+    """Return a part that logs one name in training, with these options, and in validation, where it Grows."""
+
+    class Module(Part):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log("value", 100.0 - self.trainer.global_step, **options)
+            return loss
+
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("val_loss", 1.0)
+            self.log("value", float(self.trainer.global_step))
+
+        def on_train_epoch_end(self) -> None:
+            self.record.noted.append(float(self.trainer.callback_metrics["value"]))
 
     return Module
-
-
-def one_name_in_both(**options: Any) -> Any:
-    """Define a module that logs one name in training, with these options, and in validation, where it grows."""
-
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = self.wrote(self.loss_of(batch))
-                self.log("value", 100.0 - self.trainer.global_step, **options)
-                return loss
-
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("value", float(self.trainer.global_step))
-
-            def on_train_epoch_end(self) -> None:
-                record.noted.append(float(self.trainer.callback_metrics["value"]))
-
-        return Module
-
-    return define
 
 
 def best_and_early(library: Library, record: Record, folder: Path) -> list[Any]:
@@ -908,37 +746,23 @@ def best_and_early(library: Library, record: Record, folder: Path) -> list[Any]:
 
 
 def values(*by_epoch: float) -> Any:
-    """Define a module whose validation logs these values, one per epoch."""
+    """Return a part whose validation logs these values, one per epoch."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("val_loss", by_epoch[self.current_epoch])
-
-        return Module
-
-    return define
-
-
-def notes_saves(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            record.noted.append(self.trainer.global_step)
+    class Module(Part):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val_loss", by_epoch[self.current_epoch])
 
     return Module
 
 
 def values_at_steps(by_step: dict[int, float]) -> Any:
-    """Define a module whose validation logs these values, by the number of completed steps."""
+    """Return a part whose validation logs these values, by the number of completed steps."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("val_loss", by_step[self.trainer.global_step])
+    class Module(Part):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val_loss", by_step[self.trainer.global_step])
 
-        return Module
-
-    return define
+    return Module
 
 
 StepLR = torch.optim.lr_scheduler.StepLR
@@ -961,30 +785,27 @@ class OwnSchedule:
 
 
 def manual_with(schedule: Any, step: Any, **options: Any) -> Any:
-    """Define a module that calls `step(its scheduler, the loss)` after each update."""
+    """Return a part that calls `step(its scheduler, the loss)` after each update."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def __init__(self) -> None:
-                super().__init__()
-                self.automatic_optimization = False
+    class Module(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                optimizer = self.optimizers()
-                loss = self.wrote(self.loss_of(batch))
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-                step(self.lr_schedulers(), loss.item())
-                self.log("loss", loss)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            loss = self.wrote(self.loss_of(batch))
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            step(self.lr_schedulers(), loss.item())
+            self.log("loss", loss)
 
-            def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), **options}}
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), **options}}
 
-        return Module
-
-    return define
+    return Module
 
 
 class Scaled(torch.optim.SGD):
@@ -997,34 +818,28 @@ class Scaled(torch.optim.SGD):
         return super().step(closure)
 
 
-def steps_with_options(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+class StepsWithOptions(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.wrote(self.loss_of(batch)))
-            optimizer.step(scale=0.5 + batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.wrote(self.loss_of(batch)))
+        optimizer.step(scale=0.5 + batch_idx)
 
-        def configure_optimizers(self) -> Any:
-            return Scaled(self.parameters(), lr=0.1)
-
-    return Module
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters(), lr=0.1)
 
 
-def stepped_by_override(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            scheduler.halve()
+class SteppedByOverride(Part):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.halve()
 
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [OwnSchedule(optimizer)]
-
-    return Module
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [OwnSchedule(optimizer)]
 
 
 def monitored(**options: Any) -> Any:
@@ -1033,29 +848,26 @@ def monitored(**options: Any) -> Any:
 
 
 def plateau_by_step(monitor: str, frequency: int) -> Any:
-    """Define a module whose rate falls after every value but the first, and that notes the rate in validations."""
+    """Return a part whose rate falls after every value but the first, and that notes the rate in Validations."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("trained", float(self.global_step))
-                return super().training_step(batch, batch_idx)
+    class Module(Part):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("trained", float(self.global_step))
+            return super().training_step(batch, batch_idx)
 
-            def validation_step(self, batch: Any, batch_idx: int) -> Any:
-                self.log("validated", float(self.global_step))
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("validated", float(self.global_step))
 
-            def on_validation_epoch_end(self) -> None:
-                record.noted.append(self.optimizers().param_groups[0]["lr"])
+        def on_validation_epoch_end(self) -> None:
+            self.record.noted.append(self.optimizers().param_groups[0]["lr"])
 
-            def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-                falls = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-                schedule = {"scheduler": falls, "monitor": monitor, "interval": "step", "frequency": frequency}
-                return {"optimizer": optimizer, "lr_scheduler": schedule}
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            falls = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            schedule = {"scheduler": falls, "monitor": monitor, "interval": "step", "frequency": frequency}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-        return Module
-
-    return define
+    return Module
 
 
 def named_groups(*names: str | None, **options: Any) -> Any:
@@ -1067,14 +879,11 @@ def named_groups(*names: str | None, **options: Any) -> Any:
     return with_optimizer(optimizers)
 
 
-def three_optimizers(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(manual(library, Net, record)):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            first = torch.optim.SGD(self.body.parameters(), lr=0.1)
-            second = torch.optim.SGD(self.head.parameters(), lr=0.2)
-            return [first, second], [{"scheduler": StepLR(second, 1), "interval": "step"}]
-
-    return Module
+class ThreeOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.body.parameters(), lr=0.1)
+        second = torch.optim.SGD(self.head.parameters(), lr=0.2)
+        return [first, second], [{"scheduler": StepLR(second, 1), "interval": "step"}]
 
 
 # -- rows of the table that need a scenario of their own ---------------------------------------------------------------
@@ -1096,17 +905,6 @@ def default_fit(trainer: Any, module: Any) -> None:
     trainer.fit(module, loader(), loader(seed=8))
 
 
-def without_optimizer(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss_of(batch)
-
-        def configure_optimizers(self) -> Any:
-            return None
-
-    return Module
-
-
 def without_positive() -> DataLoader[Any]:
     """Return a loader that gives None in place of some batches."""
     collate = torch.utils.data.default_collate
@@ -1115,25 +913,6 @@ def without_positive() -> DataLoader[Any]:
 
 def late_schedule(library: Library, record: Record, folder: Path) -> list[Any]:
     return [library.GradientAccumulationScheduler({1: 4})]
-
-
-def fails_and_tears_down(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ArithmeticError
-
-        def teardown(self, stage: str) -> None:
-            record.noted.append(("teardown", stage))
-
-    return Module
-
-
-def notes_modes(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    def noting(name: str) -> Any:
-        return lambda self: record.noted.append(name)
-
-    names = ("on_predict_model_eval", "on_predict_model_train")
-    return type("Module", (predicts(library, Net, record),), {name: noting(name) for name in names})
 
 
 def counts_calls(trainer: Any, module: Any) -> None:
@@ -1184,27 +963,21 @@ def saves_in_validation(library: Library, record: Record, folder: Path) -> list[
     return [Saves()]
 
 
-def takes_index(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-    class Module(Net):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-            self.log("val_loss", self.loss_of(batch))
-
-    return Module
+class TakesIndex(Part):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        self.log("val_loss", self.loss_of(batch))
 
 
 def clips_otherwise(*arguments: Any, **named: Any) -> Any:
-    """Define a module that overrides the clipping, with these arguments of `clip_gradients`."""
+    """Return a part that overrides the clipping, with these arguments of `clip_gradients`."""
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def configure_gradient_clipping(
-                self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-            ) -> None:
-                self.clip_gradients(optimizer, *arguments, **named)
+    class Module(Part):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            self.clip_gradients(optimizer, *arguments, **named)
 
-        return Module
-
-    return define
+    return Module
 
 
 def three_schedules(module: Any) -> Any:
@@ -1216,7 +989,42 @@ def three_schedules(module: Any) -> Any:
     return [optimizer], [*schedules, StepLR(optimizer, 1, 0.7)]
 
 
+HOOKED = ("hooks", "module_hooks")
 ALL = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "noted")
+
+Predicts = does(predict_step=lambda self, batch, batch_idx, dataloader_idx=0: self(batch[0]))
+ConstantValue = does(validation_step=lambda self, batch, batch_idx: self.log("val_loss", 1.0))
+SkipsTheRest = does(on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 2 else None)
+Grows = does(train_dataloader=lambda self: loader(6 + 3 * self.current_epoch))
+OneNameInTwoHooks = does(on_validation_batch_end=lambda self, *arguments: self.log("val_loss", 100.0))
+FailsAndTearsDown = type(
+    "Module",
+    (notes(teardown=lambda self, stage: ("teardown", stage)),),
+    {"training_step": lambda self, batch, batch_idx: 1 // 0},
+)
+Validations = notes(on_validation_epoch_end=lambda self: self.trainer.global_step)
+LastBatches = notes(on_train_batch_end=lambda self, outputs, batch, batch_idx: (batch_idx, self.trainer.is_last_batch))
+NotesSaves = notes(on_save_checkpoint=lambda self, checkpoint: self.trainer.global_step)
+NotesModes = type(
+    "Module",
+    (Predicts, notes(on_predict_model_eval=lambda self: "eval", on_predict_model_train=lambda self: "train")),
+    {},
+)
+GradientsSeen = notes(
+    on_after_backward=lambda self: ("after backward", self.head.bias.grad.tolist()),
+    on_before_optimizer_step=lambda self, optimizer: ("before step", self.head.bias.grad.tolist()),
+    on_before_zero_grad=lambda self, optimizer: ("before zero", self.head.bias.grad is None),
+)
+WithoutOptimizer = does(
+    training_step=lambda self, batch, batch_idx: self.loss_of(batch), configure_optimizers=lambda self: None
+)
+
+NOTHING_TO_RUN = dict.fromkeys(HOOKED, "nothing to run")
+STEP_AXIS = {"logged": "step axis"}
+OF_A_WINDOW = dict.fromkeys(("logged", "metrics"), "value of a window")
+SEVERAL_OPTIMIZERS = {"end": "steps of several optimizers"}
+SEVERAL_LOADERS = dict.fromkeys(("logged", "metrics"), "several loaders")
+NEWEST = {"saved": "newest checkpoint"}
 
 SCENARIOS = [
     Scenario("plain"),
@@ -1224,28 +1032,18 @@ SCENARIOS = [
         "max_steps in an epoch", settings={"max_steps": 6, "max_epochs": -1}, differs={"end": "stop inside an epoch"}
     ),
     Scenario("max_steps at an epoch's end", settings={"max_steps": 8, "max_epochs": -1}),
-    Scenario("metrics in every hook", metrics_in_every_hook, {"max_epochs": 2}),
+    Scenario("metrics in every hook", MetricsInEveryHook, {"max_epochs": 2}),
+    Scenario("metrics in every hook of a test", MetricsInEveryHook, action=run_test, differs=STEP_AXIS),
+    Scenario("latest values", LatestValues),
+    Scenario("latest values between two flushes", LatestValues, {"log_every_n_steps": 3}),
+    Scenario("logged in one step of an epoch", LogsSeldom, differs={"logged": "value logged in some steps"}),
+    Scenario("logged in one step between two flushes", LogsSeldom, {"log_every_n_steps": 4}),
+    Scenario("logged and read in hooks", LogsAndReads, callbacks=two_that_log),
+    Scenario("logged and read in hooks of a test", LogsAndReads, action=run_test, differs=STEP_AXIS),
     Scenario(
-        "metrics in every hook of a test",
-        metrics_in_every_hook,
-        action=lambda trainer, module: trainer.test(module, loader()),
-        differs={"logged": "step axis"},
+        "logged before the forward", LogsBeforeTheForward, action=fit_with(lambda: loader(10, 4), lambda: loader(7))
     ),
-    Scenario("latest values", latest_values),
-    Scenario("latest values between two flushes", latest_values, {"log_every_n_steps": 3}),
-    Scenario("logged in one step of an epoch", logs_seldom, differs={"logged": "value logged in some steps"}),
-    Scenario("logged in one step between two flushes", logs_seldom, {"log_every_n_steps": 4}),
-    Scenario("logged and read in hooks", logs_and_reads, callbacks=two_that_log),
-    Scenario(
-        "logged and read in hooks of a test",
-        logs_and_reads,
-        action=lambda trainer, module: trainer.test(module, loader()),
-        differs={"logged": "step axis"},
-    ),
-    Scenario(
-        "logged before the forward", logs_before_the_forward, action=fit_with(lambda: loader(10, 4), lambda: loader(7))
-    ),
-    Scenario("a metric by default", metric_by_default),
+    Scenario("a metric by default", MetricByDefault),
     Scenario("batches that are dataclasses", **batches_of(Pair, lambda batch: (batch.x, batch.y))),
     Scenario(
         "batches with tensors of several lengths",
@@ -1256,29 +1054,20 @@ SCENARIOS = [
         action=fit_with(*2 * [lambda: DataLoader(list(Batches(lambda *xy: xy)), 1, collate_fn=lambda batch: batch[0])]),
         differs={"logged": "samples of a batch", "metrics": "samples of a batch"},
     ),
-    Scenario(
-        "logged twice in a step",
-        logs_twice,
-        differs=dict.fromkeys(("logged", "metrics"), "value of a window"),
-    ),
+    Scenario("logged twice in a step", LogsTwice, differs=OF_A_WINDOW),
     Scenario(
         "one name in two hooks",
-        one_name_in_two_hooks,
+        OneNameInTwoHooks,
         differs=dict.fromkeys(("logged", "metrics"), "one name in two hooks"),
     ),
-    Scenario("maxima and minima of NaN", maxima_of_nan),
-    Scenario("returned values", logged_in_both_ways, action=returned, differs={"logged": "evaluation by step"}),
+    Scenario("maxima and minima of NaN", MaximaOfNan),
+    Scenario("returned values", LoggedInBothWays, action=returned, differs={"logged": "evaluation by step"}),
     Scenario(
         "the best when nothing is left to train",
         settings={"max_epochs": 1},
         callbacks=lambda library, record, folder: [library.ModelCheckpoint(monitor="val_loss")],
         action=best_of_the_former,
-        differs={
-            "hooks": "hooks of a resume",
-            "module_hooks": "hooks of a resume",
-            "end": "evaluated checkpoint",
-            "logged": "evaluated checkpoint",
-        },
+        differs=dict.fromkeys(HOOKED, "hooks of a resume") | dict.fromkeys(("end", "logged"), "evaluated checkpoint"),
     ),
     Scenario(
         "None for a setting",
@@ -1290,51 +1079,38 @@ SCENARIOS = [
             )
         ),
     ),
-    Scenario("min_steps within an epoch", stops, {"min_steps": 2, "max_epochs": 3}),
-    Scenario("min_steps without min_epochs", stops, {"min_steps": 2, "min_epochs": 2, "max_epochs": 3}),
+    Scenario("min_steps within an epoch", Stops, {"min_steps": 2, "max_epochs": 3}),
+    Scenario("min_steps without min_epochs", Stops, {"min_steps": 2, "min_epochs": 2, "max_epochs": 3}),
     Scenario("min_steps above an epoch", settings={"min_steps": 6, "max_epochs": 1}),
     Scenario("validation every 2 batches", settings={"val_check_interval": 2}),
     Scenario("validation every half epoch", settings={"val_check_interval": 0.5}),
     Scenario("validation every batch", settings={"val_check_interval": 1}),
     Scenario("validation every second epoch", settings={"check_val_every_n_epoch": 2, "max_epochs": 4}),
-    Scenario(
-        "accumulation",
-        settings={"accumulate_grad_batches": 2},
-        exact=False,
-        differs={"logged": "value of a window", "metrics": "value of a window"},
-    ),
+    Scenario("accumulation", settings={"accumulate_grad_batches": 2}, exact=False, differs=OF_A_WINDOW),
     Scenario(
         "accumulation with a short batch",
         settings={"accumulate_grad_batches": 2},
         action=fit_with(lambda: loader(11), lambda: loader(seed=8)),
         exact=False,
-        differs={
-            **dict.fromkeys(("losses", "metrics", "weights"), "short window"),
-            "logged": "value of a window",
-        },
+        differs={**dict.fromkeys(("losses", "metrics", "weights"), "short window"), "logged": "value of a window"},
     ),
     Scenario(
         "accumulation with a short window",
         settings={"accumulate_grad_batches": 3},
         exact=False,
-        differs={
-            "losses": "short window",
-            "weights": "short window",
-            "logged": "value of a window",
-            "metrics": "value of a window",
-        },
+        differs=dict.fromkeys(("losses", "weights"), "short window") | OF_A_WINDOW,
     ),
     Scenario(
         "accumulation by schedule",
         callbacks=lambda library, record, folder: [library.GradientAccumulationScheduler({0: 1, 1: 2})],
         exact=False,
-        differs={"logged": "value of a window", "metrics": "value of a window"},
+        differs=OF_A_WINDOW,
     ),
     Scenario("clipping by norm", settings={"gradient_clip_val": 0.1}),
     Scenario("clipping by value", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    Scenario("clipping by an override", clipped_by_hand, differs={"noted": "algorithm of clipping"}),
+    Scenario("clipping by an override", ClippedByHand, differs={"noted": "algorithm of clipping"}),
     Scenario("Adam", with_optimizer(lambda module: torch.optim.Adam(module.parameters(), lr=0.01))),
-    Scenario("LBFGS", closed),
+    Scenario("LBFGS", Closed),
     Scenario("two groups with schedules by step", with_optimizer(two_groups)),
     Scenario("schedule by epoch", scheduled(lambda o: StepLR(o, 1, 0.5)), {"max_epochs": 3}),
     Scenario("schedule by step", scheduled(lambda o: StepLR(o, 2, 0.5), interval="step")),
@@ -1351,18 +1127,18 @@ SCENARIOS = [
         differs=dict.fromkeys(("losses", "rates", "logged", "metrics", "weights"), "frequency"),
     ),
     Scenario("plateau on a validation", scheduled(plateau, monitor="val_loss"), {"max_epochs": 3}),
-    Scenario("manual, two optimizers", manual, differs={"end": "steps of several optimizers"}),
-    Scenario("manual, with a closure", manual_with_closure),
+    Scenario("manual, two optimizers", Manual, differs=SEVERAL_OPTIMIZERS),
+    Scenario("manual, with a closure", ManualWithClosure),
     Scenario(
         "manual accumulation beyond a validation",
-        manual_with_schedule,
+        ManualWithSchedule,
         action=fit_with(lambda: loader(9), lambda: loader(seed=8)),
         differs={
             "end": "steps of several optimizers",
             **dict.fromkeys(("losses", "weights", "metrics", "logged"), "zero_grad of a validation"),
         },
     ),
-    Scenario("manual, with a schedule", manual_with_schedule, differs={"end": "steps of several optimizers"}),
+    Scenario("manual, with a schedule", ManualWithSchedule, differs=SEVERAL_OPTIMIZERS),
     Scenario("early stopping", values(1.0, 2.0, 3.0, 4.0), {"max_epochs": 4}, early(monitor="val_loss", patience=2)),
     Scenario(
         "early stopping on a training value",
@@ -1377,11 +1153,7 @@ SCENARIOS = [
         early(monitor="val_loss", patience=1),
     ),
     Scenario(
-        "best checkpoint",
-        values(2.0, 1.0, 3.0),
-        {"max_epochs": 3},
-        checkpoint(monitor="val_loss"),
-        differs={"saved": "newest checkpoint"},
+        "best checkpoint", values(2.0, 1.0, 3.0), {"max_epochs": 3}, checkpoint(monitor="val_loss"), differs=NEWEST
     ),
     Scenario(
         "best two checkpoints, the larger the better",
@@ -1391,14 +1163,14 @@ SCENARIOS = [
     ),
     Scenario(
         "saves",
-        notes_saves,
+        NotesSaves,
         {"max_epochs": 3},
         checkpoint(every_n_train_steps=3, save_top_k=-1, save_last="link"),
         differs={"saved": "copy of the newest checkpoint", "noted": "rehearsal of a checkpoint"},
     ),
     Scenario(
         "saves with a copy",
-        notes_saves,
+        NotesSaves,
         {"max_epochs": 3},
         checkpoint(save_last=True, save_top_k=-1),
         differs=dict.fromkeys(("noted", "saved"), "copy of the newest checkpoint"),
@@ -1406,13 +1178,7 @@ SCENARIOS = [
     Scenario(
         "all checkpoints", values(2.0, 1.0, 3.0), {"max_epochs": 3}, checkpoint(monitor="val_loss", save_top_k=-1)
     ),
-    Scenario(
-        "equal values",
-        constant_value,
-        {"max_epochs": 3},
-        checkpoint(monitor="val_loss"),
-        differs={"saved": "newest checkpoint"},
-    ),
+    Scenario("equal values", ConstantValue, {"max_epochs": 3}, checkpoint(monitor="val_loss"), differs=NEWEST),
     Scenario(
         "equal values, and a better one",
         values(1.0, 1.0, 0.0),
@@ -1426,7 +1192,7 @@ SCENARIOS = [
     Scenario(
         "checkpoints every 3 steps",
         callbacks=checkpoint(every_n_train_steps=3, save_top_k=-1),
-        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+        differs=NEWEST | {"best": "newest checkpoint"},
     ),
     Scenario(
         "checkpoints every second epoch",
@@ -1440,11 +1206,11 @@ SCENARIOS = [
         differs={"saved": "epochs without a validation", "best": "epochs without a validation"},
     ),
     Scenario(
-        "best of validations in an epoch",
+        "best of Validations in an epoch",
         values_at_steps({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}),
         {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0},
         checkpoint(monitor="val_loss", save_top_k=2),
-        differs={"saved": "newest checkpoint"},
+        differs=NEWEST,
     ),
     *(
         Scenario(
@@ -1452,12 +1218,9 @@ SCENARIOS = [
             values_at_steps({step: float(step % 5) for step in range(13)}),
             {"val_check_interval": interval, "max_epochs": 3, "num_sanity_val_steps": 0},
             checkpoint(monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=at_ends),
-            differs={} if at_ends else {"saved": "newest checkpoint"},
+            differs={} if at_ends else NEWEST,
         )
-        for where, at_ends, interval in (
-            ("at ends of epochs only", True, 2),
-            ("at validations only", False, 3),
-        )
+        for where, at_ends, interval in (("at ends of epochs only", True, 2), ("at Validations only", False, 3))
     ),
     Scenario(
         "equal weights", settings={"val_check_interval": 0.5}, callbacks=averaging("WeightAveraging"), exact=False
@@ -1484,7 +1247,7 @@ SCENARIOS = [
     ),
     Scenario(
         "an average of BatchNorms",
-        normalized,
+        Normalized,
         callbacks=averaging("WeightAveraging"),
         exact=False,
         differs={"weights": "integers of an average"},
@@ -1498,19 +1261,17 @@ SCENARIOS = [
     ),
     Scenario(
         "stochastic weight averaging of BatchNorms",
-        normalized,
+        Normalized,
         {"max_epochs": 4},
         averaging("StochasticWeightAveraging", swa_lrs=0.05, swa_epoch_start=0.5, annealing_epochs=1),
         exact=False,
-        differs=dict.fromkeys(
-            ("hooks", "module_hooks", "logged", "metrics", "weights", "end"), "statistics of an average"
-        ),
+        differs=dict.fromkeys((*HOOKED, "logged", "metrics", "weights", "end"), "statistics of an average"),
     ),
     Scenario(
         "several validation loaders",
-        several_loaders,
+        SeveralLoaders,
         action=lambda trainer, module: trainer.fit(module, loader(), [loader(seed=8), loader(9, seed=9)]),
-        differs={"logged": "several loaders", "metrics": "several loaders"},
+        differs=SEVERAL_LOADERS,
     ),
     Scenario("limit_train_batches", settings={"limit_train_batches": 3}),
     Scenario("a share of the training batches", settings={"limit_train_batches": 0.5}),
@@ -1527,30 +1288,25 @@ SCENARIOS = [
         )
         for rate in (np.float64(0.1), np.float32(0.1), np.array(0.1))
     ),
-    Scenario("any arguments", steps_of_any_arguments, callbacks=hooks_of_any_arguments),
+    Scenario("any arguments", StepsOfAnyArguments, callbacks=hooks_of_any_arguments),
     Scenario(
         "any arguments, several loaders",
-        steps_of_any_arguments,
+        StepsOfAnyArguments,
         callbacks=hooks_of_any_arguments,
         action=lambda trainer, module: trainer.fit(module, loader(), [loader(seed=8), loader(9, seed=9)]),
-        differs={"logged": "several loaders", "metrics": "several loaders"},
+        differs=SEVERAL_LOADERS,
     ),
-    Scenario("any arguments, predict", steps_of_any_arguments, callbacks=hooks_of_any_arguments, action=predict),
+    Scenario("any arguments, predict", StepsOfAnyArguments, callbacks=hooks_of_any_arguments, action=predict),
     Scenario(
         "any arguments, predict with several loaders",
-        steps_of_any_arguments,
+        StepsOfAnyArguments,
         action=lambda trainer, module: trainer.predict(module, [loader(), loader()]),
     ),
-    Scenario("a third argument of its own", third_argument_of_its_own),
-    Scenario(
-        "a third argument of its own, test",
-        third_argument_of_its_own,
-        action=lambda trainer, module: trainer.test(module, loader()),
-        differs={"logged": "step axis"},
-    ),
-    Scenario("methods of the base class", calls_the_base, {"gradient_clip_val": 0.05}),
-    Scenario("methods of the base class, predict", calls_the_base, action=predict),
-    Scenario("methods that are None in the class", none_in_the_class),
+    Scenario("a third argument of its own", ThirdArgumentOfItsOwn),
+    Scenario("a third argument of its own, test", ThirdArgumentOfItsOwn, action=run_test, differs=STEP_AXIS),
+    Scenario("methods of the base class", CallsTheBase, {"gradient_clip_val": 0.05}),
+    Scenario("methods of the base class, predict", CallsTheBase, action=predict),
+    Scenario("methods that are None in the class", does(**dict.fromkeys(NONE))),
     Scenario("methods that are None on the module", action=fit_with_none_on_the_module),
     Scenario("no sanity check", settings={"num_sanity_val_steps": 0}),
     Scenario("fast_dev_run", settings={"fast_dev_run": True}),
@@ -1569,35 +1325,29 @@ SCENARIOS = [
         validation_logs(on_step=True, on_epoch=True),
         differs={"logged": "evaluation by step"},
     ),
-    Scenario("logged in hooks", logs_in_hooks),
-    Scenario("metric objects", metric_objects),
-    Scenario("metric objects computed in the hook", metrics_computed_by_hand),
-    Scenario("callback_metrics in hooks", notes_metrics),
+    Scenario("logged in hooks", LogsInHooks),
+    Scenario("metric objects", MetricObjects),
+    Scenario("metric objects computed in the hook", MetricsComputedByHand),
+    Scenario("callback_metrics in hooks", NotesMetrics),
+    Scenario("a dict of outputs", ReturnsDict, differs=dict.fromkeys(HOOKED, "graph of outputs")),
     Scenario(
-        "a dict of outputs",
-        returns_dict,
-        differs={"hooks": "graph of outputs", "module_hooks": "graph of outputs"},
-    ),
-    Scenario(
-        "None from training_step",
-        returns_none_at_times,
-        differs={"hooks": "skipped batch", "module_hooks": "skipped batch", "logged": "skipped batch"},
+        "None from training_step", ReturnsNoneAtTimes, differs=dict.fromkeys((*HOOKED, "logged"), "skipped batch")
     ),
     Scenario(
         "the rest of the epoch skipped",
-        skips_the_rest,
-        differs=dict.fromkeys(("hooks", "module_hooks", "logged", "metrics"), "rest of the epoch skipped"),
+        SkipsTheRest,
+        differs=dict.fromkeys((*HOOKED, "logged", "metrics"), "rest of the epoch skipped"),
     ),
-    Scenario("frozen part in eval mode", frozen_in_eval),
+    Scenario("frozen part in eval mode", FrozenInEval),
     Scenario(
         "should_stop",
-        stops,
+        Stops,
         {"max_epochs": 3},
-        differs=dict.fromkeys(("hooks", "module_hooks", "logged", "metrics", "end"), "stop inside an epoch"),
+        differs=dict.fromkeys((*HOOKED, "logged", "metrics", "end"), "stop inside an epoch"),
     ),
     Scenario(
         "a stop that waits for min_epochs",
-        stops,
+        Stops,
         {"max_epochs": 3, "min_epochs": 2, "log_every_n_steps": 3},
         differs={"logged": "log at a stop"},
     ),
@@ -1607,24 +1357,15 @@ SCENARIOS = [
         {"max_epochs": 3},
         differs={"end": "stop inside an epoch"},
     ),
-    Scenario(
-        "a stop before training",
-        stops_in("on_fit_start", epoch=0),
-        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
-    ),
+    Scenario("a stop before training", stops_in("on_fit_start", epoch=0), differs=NOTHING_TO_RUN),
     Scenario("a stop at the start of training", stops_in("on_train_start", epoch=0)),
     Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
-    Scenario("gradients in hooks", gradients_seen, differs={"noted": "zero_grad"}),
-    Scenario(
-        "what the trainer does in hooks",
-        activities_in_hooks,
-        action=fit_validate_and_test,
-        differs={"logged": "step axis"},
-    ),
-    Scenario("predict of several loaders", predicts, action=predict_several),
-    Scenario("validate", action=validate, differs={"logged": "step axis"}),
-    Scenario("test", action=lambda trainer, module: trainer.test(module, loader()), differs={"logged": "step axis"}),
-    Scenario("predict", predicts, action=predict),
+    Scenario("gradients in hooks", GradientsSeen, differs={"noted": "zero_grad"}),
+    Scenario("what the trainer does in hooks", ActivitiesInHooks, action=fit_validate_and_test, differs=STEP_AXIS),
+    Scenario("predict of several loaders", Predicts, action=predict_several),
+    Scenario("validate", action=validate, differs=STEP_AXIS),
+    Scenario("test", action=run_test, differs=STEP_AXIS),
+    Scenario("predict", Predicts, action=predict),
     Scenario(
         "data module",
         action=lambda trainer, module: trainer.fit(module, datamodule=data_module_of(OF[type(trainer)], module.record)),
@@ -1632,13 +1373,13 @@ SCENARIOS = [
     Scenario("loader without a length", action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader)),
     Scenario(
         "validation over epochs of a loader without a length",
-        validations,
+        Validations,
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader),
     ),
     Scenario(
         "last batch of a loader without a length",
-        last_batches,
+        LastBatches,
         action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader),
         differs={"noted": "data without a length"},
     ),
@@ -1649,7 +1390,7 @@ SCENARIOS = [
     ),
     Scenario(
         "validation every 3 batches of epochs that grow",
-        grows,
+        Grows,
         {
             "check_val_every_n_epoch": None,
             "val_check_interval": 3,
@@ -1660,24 +1401,12 @@ SCENARIOS = [
     ),
     Scenario(
         "the order of the loaders",
-        notes_loaders,
+        NotesLoaders,
         action=lambda trainer, module: trainer.fit(module),
         differs={"noted": "order of the loaders"},
     ),
     Scenario("no validation loader", action=lambda trainer, module: trainer.fit(module, loader())),
-    Scenario(
-        "a second fit",
-        action=fit_twice,
-        differs={
-            "losses": "a second fit",
-            "rates": "a second fit",
-            "hooks": "a second fit",
-            "module_hooks": "a second fit",
-            "logged": "a second fit",
-            "metrics": "a second fit",
-            "weights": "a second fit",
-        },
-    ),
+    Scenario("a second fit", action=fit_twice, differs=dict.fromkeys(ALL[:7], "a second fit")),
     Scenario("clipping by the trainer's value", clips_otherwise(), {"gradient_clip_val": 0.1}),
     Scenario(
         "clipping by the trainer's value and algorithm",
@@ -1690,8 +1419,8 @@ SCENARIOS = [
         manual_with(plateau, lambda schedule, loss: schedule.step(loss), monitor="nothing"),
     ),
     Scenario("manual, own schedule", manual_with(OwnSchedule, lambda schedule, loss: schedule.halve())),
-    Scenario("manual, arguments of a step", steps_with_options),
-    Scenario("own schedule, stepped by an override", stepped_by_override, {"max_epochs": 3}),
+    Scenario("manual, arguments of a step", StepsWithOptions),
+    Scenario("own schedule, stepped by an override", SteppedByOverride, {"max_epochs": 3}),
     Scenario("rates of a named group", named_groups("body"), callbacks=monitored()),
     Scenario("rates of a group", named_groups(None), callbacks=monitored()),
     Scenario("rates of named groups", named_groups("body", None), callbacks=monitored()),
@@ -1717,12 +1446,7 @@ SCENARIOS = [
         named_groups("body", "head", weight_decay=0.1),
         callbacks=monitored(log_momentum=True, log_weight_decay=True),
     ),
-    Scenario(
-        "rates of several optimizers",
-        three_optimizers,
-        callbacks=monitored(),
-        differs={"end": "steps of several optimizers"},
-    ),
+    Scenario("rates of several optimizers", ThreeOptimizers, callbacks=monitored(), differs=SEVERAL_OPTIMIZERS),
     Scenario(
         "rates of groups of one name",
         named_groups("body", "body"),
@@ -1730,41 +1454,25 @@ SCENARIOS = [
         action=attempted(default_fit),
     ),
     Scenario("no log by step", settings={"log_every_n_steps": 0}),
-    Scenario(
-        "no training batches",
-        settings={"limit_train_batches": 0},
-        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
-    ),
-    Scenario(
-        "no epochs",
-        settings={"max_epochs": 0},
-        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
-    ),
-    Scenario(
-        "no test batches",
-        settings={"limit_test_batches": 0},
-        action=lambda t, m: t.test(m, loader()),
-        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
-    ),
+    Scenario("no training batches", settings={"limit_train_batches": 0}, differs=NOTHING_TO_RUN),
+    Scenario("no epochs", settings={"max_epochs": 0}, differs=NOTHING_TO_RUN),
+    Scenario("no test batches", settings={"limit_test_batches": 0}, action=run_test, differs=NOTHING_TO_RUN),
     Scenario(
         "checkpoints every 0 epochs",
         callbacks=checkpoint(every_n_epochs=0),
-        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+        differs=NEWEST | {"best": "newest checkpoint"},
     ),
     Scenario(
         "checkpoints every 0 steps",
         callbacks=checkpoint(every_n_train_steps=0),
-        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+        differs=NEWEST | {"best": "newest checkpoint"},
     ),
     Scenario(
         "checkpoints every 0 steps and each epoch",
         callbacks=checkpoint(every_n_train_steps=0, every_n_epochs=1, save_top_k=-1),
     ),
     Scenario(
-        "no checkpoints",
-        values(2.0, 1.0),
-        callbacks=checkpoint(save_top_k=0, monitor="val_loss"),
-        differs={"saved": "newest checkpoint"},
+        "no checkpoints", values(2.0, 1.0), callbacks=checkpoint(save_top_k=0, monitor="val_loss"), differs=NEWEST
     ),
     Scenario(
         "a schedule of accumulation beside a number",
@@ -1783,9 +1491,9 @@ SCENARIOS = [
     ),
     Scenario(
         "no optimizer",
-        without_optimizer,
+        WithoutOptimizer,
         action=attempted(lambda trainer, module: trainer.fit(module, loader())),
-        differs=dict.fromkeys(("hooks", "module_hooks", "noted", "end"), "no optimizer"),
+        differs=dict.fromkeys((*HOOKED, "noted", "end"), "no optimizer"),
     ),
     Scenario(
         "a batch that is None",
@@ -1794,32 +1502,30 @@ SCENARIOS = [
     ),
     Scenario(
         "teardown after an error",
-        fails_and_tears_down,
+        FailsAndTearsDown,
         action=attempted(default_fit),
         differs={"noted": "teardown after an error"},
     ),
     Scenario(
         "modes",
-        notes_modes,
+        NotesModes,
         action=lambda trainer, module: trainer.predict(module, loader()),
         differs={"noted": "hook after prediction"},
     ),
     Scenario(
         "calls of the logger",
-        several_loaders,
+        SeveralLoaders,
         action=counts_calls,
         differs={"noted": "calls of log_metrics", "logged": "several loaders", "metrics": "several loaders"},
     ),
     Scenario(
-        "states in the sanity check",
-        callbacks=counts_in_its_state,
-        differs={"noted": "states after the sanity check"},
+        "states in the sanity check", callbacks=counts_in_its_state, differs={"noted": "states after the sanity check"}
     ),
     Scenario("saves in validations", callbacks=saves_in_validation, differs={"noted": "saved in a validation"}),
     Scenario("time of the sanity check", callbacks=timed, differs={"noted": "time of the sanity check"}),
     Scenario(
         "index of the only loader",
-        takes_index,
+        TakesIndex,
         action=attempted(default_fit),
         differs=dict.fromkeys(ALL, "index of the loader"),
     ),
@@ -1828,12 +1534,7 @@ SCENARIOS = [
         settings={"val_check_interval": 3, "accumulate_grad_batches": 2},
         action=lambda trainer, module: trainer.fit(module, loader(24), loader(seed=8)),
         exact=False,
-        differs={
-            "hooks": "validation inside a window",
-            "module_hooks": "validation inside a window",
-            "logged": "value of a window",
-            "metrics": "value of a window",
-        },
+        differs=dict.fromkeys(HOOKED, "validation inside a window") | OF_A_WINDOW,
     ),
     Scenario("three schedules of one optimizer", with_optimizer(three_schedules), {"max_epochs": 4}),
     Scenario("plateau by step", scheduled(plateau, interval="step", monitor="loss"), {"max_epochs": 3}),

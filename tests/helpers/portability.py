@@ -22,30 +22,9 @@ from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from trainer import Callback, Trainer, TrainModule
 
 PORTABLE = (
-    SINGLE,
-    "DDP x2",
-    "FSDP x2",
-    "FSDP x4",
-    "ZeRO-1 x2",
-    "ZeRO-2 x2",
-    "ZeRO-3 x2",
-    "ZeRO-3 x1",
-    "TP x2",
-    "CP x2",
-    "PP x2",
-    "TP 2 x FSDP 2",
-    "CP 2 x FSDP 2",
-    "CP 2 x TP 2",
-    "PP 2 x FSDP 2",
-    "PP 2 x TP 2",
-    "PP 2 x CP 2",
-    "EP x2",
-    "EP 2 x FSDP 2",
-    "EP 2 x TP 2",
-    "EP 2 x CP 2",
-    "PP 2 x EP 2",
-    "HYBRID 2 x TP 2",
-    "HYBRID 2 x EP 2",
+    *(SINGLE, "DDP x2", "FSDP x2", "FSDP x4", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2", "ZeRO-3 x1", "TP x2", "CP x2"),
+    *("PP x2", "TP 2 x FSDP 2", "CP 2 x FSDP 2", "CP 2 x TP 2", "PP 2 x FSDP 2", "PP 2 x TP 2", "PP 2 x CP 2"),
+    *("EP x2", "EP 2 x FSDP 2", "EP 2 x TP 2", "EP 2 x CP 2", "PP 2 x EP 2", "HYBRID 2 x TP 2", "HYBRID 2 x EP 2"),
 )
 SAVED_AT = 10
 BOUND = 1e-5

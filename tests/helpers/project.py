@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.messages import raises_recorded
 from trainer.config.loading import Recipe, load
 from trainer.config.read import read
 from trainer.config.tree import Diagnostics, Node
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `trainer ...` with these arguments: gives the exit code, stdout and stderr."""
+
+
+class RecordedText(Exception):  # noqa: N818
+    """A text that the snapshot has."""
+
+
+def assert_recorded(text: str) -> None:
+    """Compare a text with the one that tests/messages.json has for the test."""
+    with raises_recorded(RecordedText):
+        raise RecordedText(text)
+
+
+def done(ran: tuple[int, str, str]) -> tuple[str, str]:
+    """Return what a command has said on stdout and on stderr; it has to have succeeded."""
+    code, out, err = ran
+    assert code == 0, err
+    return out, err
+
+
+def refused(command: Command, *arguments: str) -> str:
+    """Return what a command says on stderr as it fails, in the words that are recorded, without a traceback."""
+    code, out, err = command(*arguments)
+    assert code != 0, out
+    assert "Traceback" not in out + err
+    assert_recorded(f"exit code {code}: {out}{err}")
+    return err
 
 
 def loaded(*files: str, overrides: Sequence[tuple[str, Node]] = ()) -> Recipe:

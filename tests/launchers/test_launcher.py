@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -282,21 +283,6 @@ def test_as_module_and_as_command(tmp_path: Path) -> None:
         assert sorted(done.stdout.splitlines()) == ["parent None", "rank 0", "rank 1"]
 
 
-@pytest.mark.parametrize("option", [[], ["-"]])
-def test_a_program_from_standard_input_is_refused(option: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *option],
-        input=BEGIN,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 1
-    assert "its program came from standard input" in done.stderr
-    assert "torchrun --nproc-per-node 2 script.py" in done.stderr
-
-
 def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_relaunch() == "it runs inside pytest"
     with raises_recorded(ConfigError):
@@ -328,7 +314,7 @@ def test_a_program_that_executes_notebooks_is_no_notebook(tmp_path: Path) -> Non
     assert subprocess.run([sys.executable, program], capture_output=True, env=env, text=True).stdout == "None\n"
 
 
-@pytest.mark.parametrize("arguments", [("-u", "/dev/stdin"), ("-",)])
+@pytest.mark.parametrize("arguments", [("-u", "/dev/stdin"), ("-",), ()])
 def test_a_program_from_a_pipe_is_not_started_twice(arguments: tuple[str, ...]) -> None:
     """/dev/stdin is empty for the processes that would be started: they would end well, and have done nothing."""
     source = b"from trainer.launchers.launcher import can_relaunch\nprint(can_relaunch())"
@@ -337,11 +323,14 @@ def test_a_program_from_a_pipe_is_not_started_twice(arguments: tuple[str, ...]) 
     assert done.stdout.startswith(b"its program came from "), done
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_GET_PDEATHSIG")
 def test_die_with_parent_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, signal_of_parent = ctypes.CDLL(None).prctl, ctypes.c_int(-1)
     monkeypatch.delenv("TRAINER_LAUNCHED", raising=False)
     die_with_parent()
     monkeypatch.setenv("TRAINER_LAUNCHED", str(os.getpid()))  # as in a process started by a started one
     die_with_parent()
+    assert (asked(2, ctypes.byref(signal_of_parent)), signal_of_parent.value) == (0, 0)  # PR_GET_PDEATHSIG
 
 
 @pytest.mark.parametrize(

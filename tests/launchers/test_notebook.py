@@ -34,13 +34,9 @@ def at_a_prompt(*lines: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_function_of_the_prompt_gives_its_results_by_rank(tmp_path: Path) -> None:
     done = at_a_prompt(
-        "import os, torch",
-        "from trainer import launch",
-        "offset = 10",
+        *("import os, torch", "from trainer import launch", "offset = 10"),
         "def place(a, b): return int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), a + b + offset, torch.ones(2)",
-        "",
-        "print(launch(place, 1, b=2, devices=2))",
-        "print('RANK' in os.environ)",
+        *("", "print(launch(place, 1, b=2, devices=2))", "print('RANK' in os.environ)"),
         cwd=tmp_path,
     )
     assert done.stdout == "[(0, 2, 13, tensor([1., 1.])), (1, 2, 13, tensor([1., 1.]))]\nFalse\n", done.stderr
@@ -89,12 +85,8 @@ def test_a_training_in_the_function(tmp_path: Path) -> None:
 
 def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> None:
     done = at_a_prompt(
-        "import os, time",
-        "from trainer import launch",
-        "def fail():",
-        "    if os.environ['RANK'] == '1': raise ValueError('no such thing')",
-        "    time.sleep(3600)",
-        "",
+        *("import os, time", "from trainer import launch", "def fail():"),
+        *("    if os.environ['RANK'] == '1': raise ValueError('no such thing')", "    time.sleep(3600)", ""),
         "launch(fail, devices=2)",
         cwd=tmp_path,
     )
@@ -104,12 +96,9 @@ def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     done = at_a_prompt(
-        "import os, signal, time",
-        "from trainer import launch",
-        "def vanish(): os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else time.sleep(3600)",
-        "",
-        "launch(vanish, devices=2)",
-        "launch(lambda: os._exit(7), devices=1)",
+        *("import os, signal, time", "from trainer import launch"),
+        *("def vanish(): os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else time.sleep(3600)", ""),
+        *("launch(vanish, devices=2)", "launch(lambda: os._exit(7), devices=1)"),
         "launch(lambda: (lambda: 1), devices=1)",
         cwd=tmp_path,
     )

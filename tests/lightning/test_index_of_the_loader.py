@@ -10,22 +10,23 @@ import pytest
 pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Scenario, loader, run
+from tests.helpers.lightning_scenarios import Part
+
+
+class With(Part):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.record.noted.append(dataloader_idx)
+
+
+class Without(Part):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.record.noted.append(batch_idx)
 
 
 def evaluated(library: Library, with_index: bool, folder: Path) -> Any:
-    def define(library: Library, net: Any, record: Any) -> Any:
-        class With(net):  # type: ignore[misc]
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-                record.noted.append(dataloader_idx)
-
-        class Without(net):  # type: ignore[misc]
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                record.noted.append(batch_idx)
-
-        return With if with_index else Without
-
     loaders = [loader(3)] if with_index else [loader(3), loader(3)]
-    scenario = Scenario("", define, action=lambda trainer, module: trainer.validate(module, loaders))
+    part = With if with_index else Without
+    scenario = Scenario("", part, action=lambda trainer, module: trainer.validate(module, loaders))
     return run(library, scenario, folder).noted
 
 

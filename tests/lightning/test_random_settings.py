@@ -14,6 +14,7 @@ pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which 
 import torch
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, run
+from tests.helpers.lightning_scenarios import Part
 from tests.lightning.test_differential import close
 
 COMPARED = ("losses", "rates", "logged", "weights", "best", "noted")
@@ -44,35 +45,32 @@ def drawn(draw: random.Random) -> Scenario:
     }
     top_k = draw.choice([0, 1, 2, 3, -1])
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                self.log("value", values[self.trainer.global_step])
+    class Module(Part):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", values[self.trainer.global_step])
 
-            def on_fit_end(self) -> None:
-                best = self.trainer.checkpoint_callback
-                record.noted.append(sorted(map(float, best.best_k_models.values())))
-                record.noted.append((float(best.kth_value), bool(best.kth_best_model_path)))
-                record.noted.append(None if best.current_score is None else float(best.current_score))
+        def on_fit_end(self) -> None:
+            best = self.trainer.checkpoint_callback
+            self.record.noted.append(sorted(map(float, best.best_k_models.values())))
+            self.record.noted.append((float(best.kth_value), bool(best.kth_best_model_path)))
+            self.record.noted.append(None if best.current_score is None else float(best.current_score))
 
-            def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-                kinds = torch.optim.lr_scheduler
-                if kind == "plateau":
-                    plateau = kinds.ReduceLROnPlateau(optimizer, patience=0, mode=mode)
-                    return [optimizer], [{"scheduler": plateau, "monitor": "value", "frequency": every}]
-                if kind == "steps":
-                    return [optimizer], [{"scheduler": kinds.StepLR(optimizer, size), "interval": interval}]
-                return optimizer
-
-        return Module
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            kinds = torch.optim.lr_scheduler
+            if kind == "plateau":
+                plateau = kinds.ReduceLROnPlateau(optimizer, patience=0, mode=mode)
+                return [optimizer], [{"scheduler": plateau, "monitor": "value", "frequency": every}]
+            if kind == "steps":
+                return [optimizer], [{"scheduler": kinds.StepLR(optimizer, size), "interval": interval}]
+            return optimizer
 
     def callbacks(library: Library, record: Record, folder: Path) -> list[Any]:
         early = library.EarlyStopping("value", mode=mode, patience=patience)
         folder = folder / "checkpoints"
         return [early, library.ModelCheckpoint(dirpath=folder, monitor="value", mode=mode, save_top_k=top_k)]
 
-    return Scenario(str(draw), define, settings, callbacks)
+    return Scenario(str(draw), Module, settings, callbacks)
 
 
 def drawn_stop(draw: random.Random) -> Scenario:
@@ -90,22 +88,19 @@ def drawn_stop(draw: random.Random) -> Scenario:
         "divergence_threshold": draw.choice([None, None, 0.1, 0.3]),
     }
 
-    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
-        class Module(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                self.log("value", values[self.current_epoch])
+    class Module(Part):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", values[self.current_epoch])
 
-            def on_fit_end(self) -> None:
-                early = self.trainer.early_stopping_callback
-                record.noted.append((early.stopped_epoch, early.wait_count, float(early.best_score)))
-                record.noted.append(early.stopping_reason.name)
-
-        return Module
+        def on_fit_end(self) -> None:
+            early = self.trainer.early_stopping_callback
+            self.record.noted.append((early.stopped_epoch, early.wait_count, float(early.best_score)))
+            self.record.noted.append(early.stopping_reason.name)
 
     def callbacks(library: Library, record: Record, folder: Path) -> list[Any]:
         return [library.EarlyStopping("value", **options)]
 
-    return Scenario(str(options), define, {"max_epochs": 8, "min_epochs": draw.choice([None, None, 4])}, callbacks)
+    return Scenario(str(options), Module, {"max_epochs": 8, "min_epochs": draw.choice([None, None, 4])}, callbacks)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.wrappers import Running
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
-from tests.helpers.lightning_scenarios import StepLR, with_optimizer
+from tests.helpers.lightning_scenarios import Part, StepLR, with_optimizer
 from tests.helpers.processes import run_distributed
 from tests.messages import raises_recorded
 from trainer import ConfigError, Tuner
@@ -36,20 +36,17 @@ def misspelt(module: Any) -> Any:
 
 
 def metric_by_step(make: Callable[[], Any], call: Callable[[Any, torch.Tensor], object]) -> Callable[..., Any]:
-    def define(library: Library, net: Any, record: Record) -> Any:
-        class Measures(net):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.metric = make()
+    class Module(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = make()
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                call(self.metric, batch[1])
-                self.log("metric", self.metric, on_step=True, on_epoch=True)
-                return super().training_step(batch, batch_idx)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            call(self.metric, batch[1])
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
 
-        return Measures
-
-    return define
+    return Module
 
 
 REFUSED: dict[str, Callable[[Library], Scenario]] = {
@@ -191,18 +188,15 @@ def test_the_folder_of_a_logger(tmp_path: Path) -> None:
 
 
 def test_what_hooks_see_of_stage_last_batch_and_a_value_of_the_epochs_start(tmp_path: Path) -> None:
-    def define(library: Library, net: Any, record: Record) -> Any:
-        class Looks(net):  # type: ignore[misc]
-            def setup(self, stage: str) -> None:
-                record.noted.append((type(stage) is str, stage == "fit"))
+    class Module(Part):
+        def setup(self, stage: str) -> None:
+            self.record.noted.append((type(stage) is str, stage == "fit"))
 
-            def on_train_epoch_start(self) -> None:
-                self.log("started", self.current_epoch + 3.0)
-                record.noted.append((self.trainer.is_last_batch, self.trainer.callback_metrics.get("started")))
+        def on_train_epoch_start(self) -> None:
+            self.log("started", self.current_epoch + 3.0)
+            self.record.noted.append((self.trainer.is_last_batch, self.trainer.callback_metrics.get("started")))
 
-        return Looks
-
-    theirs, ours = (run(library, Scenario("", define), tmp_path).noted for library in (LIGHTNING, OURS))
+    theirs, ours = (run(library, Scenario("", Module), tmp_path).noted for library in (LIGHTNING, OURS))
     assert theirs == [(False, True), (False, 3.0), (True, 4.0)]
     assert ours == [(True, True), (False, None), (False, 3.0)]
 
@@ -210,9 +204,8 @@ def test_what_hooks_see_of_stage_last_batch_and_a_value_of_the_epochs_start(tmp_
 def test_the_hooks_of_a_finished_run(tmp_path: Path) -> None:
     names = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end")
 
-    def define(library: Library, net: Any, record: Record) -> Any:
-        hooks = {name: lambda self, name=name: record.noted.append(name) for name in (*names, "on_fit_end")}
-        return type("Notes", (net,), hooks)
+    hooks = {name: lambda self, name=name: self.record.noted.append(name) for name in (*names, "on_fit_end")}
+    Module = type("Notes", (Part,), hooks)  # noqa: N806
 
     def again(trainer: Any, module: Any) -> None:
         trainer.fit(module, loader())
@@ -220,7 +213,7 @@ def test_the_hooks_of_a_finished_run(tmp_path: Path) -> None:
         trainer.save_checkpoint(saved)
         trainer.fit(module, loader(), ckpt_path=saved)
 
-    scenario = Scenario("", define, {"max_steps": 2, "max_epochs": -1}, action=again)
+    scenario = Scenario("", Module, {"max_steps": 2, "max_epochs": -1}, action=again)
     theirs, ours = (run(library, scenario, tmp_path / library.name).noted for library in (LIGHTNING, OURS))
     assert ours == [*names, "on_fit_end"] * 2
     assert theirs == [*names, "on_fit_end", "on_fit_start", "on_fit_end"]
@@ -239,12 +232,12 @@ def test_limits_that_the_trainer_names(tmp_path: Path) -> None:
         assert noted == [(sanity, limit), (2, [2])]
 
 
-class Table:
+class Table(Part):
     """A module's part that has a table of positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.arange(300.0))  # type: ignore[attr-defined]
+        self.register_buffer("table", torch.arange(300.0))
 
 
 def test_what_stays_in_float32(tmp_path: Path) -> None:
@@ -254,11 +247,8 @@ def test_what_stays_in_float32(tmp_path: Path) -> None:
             fit(trainer, module)
             module.record.noted += [module.table.dtype, next(module.parameters()).dtype]
 
-        def define(library: Library, net: Any, record: Record) -> Any:
-            return type("Net", (Table, net), {})
-
         settings = {"precision": "bf16-true", "max_epochs": 1}
-        assert run(library, Scenario("", define, settings, action=act), tmp_path).noted == [dtype, torch.bfloat16]
+        assert run(library, Scenario("", Table, settings, action=act), tmp_path).noted == [dtype, torch.bfloat16]
 
 
 def test_the_suggested_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,24 +284,18 @@ def test_the_suggested_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 0.01 < found[OURS.name] < 0.5
 
 
+class FirstInputs(Part):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.record.noted.extend(batch[0][:, 0].tolist())
+        return super().training_step(batch, batch_idx)
+
+
 def first_samples(folder: str) -> dict[str, list[float]]:
     """Return the samples of an epoch on this process of two, in each library."""
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # by which Lightning knows that its processes are there
-    found: dict[str, list[float]] = {}
-    for library in (LIGHTNING, OURS):
-        seen = found[library.name] = []
-
-        def define(library: Library, net: Any, record: Record, to: list[float] = seen) -> Any:
-            class Looks(net):  # type: ignore[misc]
-                def training_step(self, batch: Any, batch_idx: int) -> Any:
-                    to.extend(batch[0][:, 0].tolist())
-                    return super().training_step(batch, batch_idx)
-
-            return Looks
-
-        settings = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
-        run(library, Scenario("", define, settings, action=lambda t, m: t.fit(m, loader(24))), Path(folder))
-    return found
+    settings = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
+    scenario = Scenario("", FirstInputs, settings, action=lambda t, m: t.fit(m, loader(24)))
+    return {library.name: run(library, scenario, Path(folder)).noted for library in (LIGHTNING, OURS)}
 
 
 def test_data_in_order_on_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,13 +44,7 @@ class Stop(Block):
 
 
 WRITES = (
-    "in_file",
-    "after_file",
-    "before_manifest",
-    "before_rename",
-    "after_rename",
-    "before_pointer",
-    "after_pointer",
-    "in_removal",
+    *("in_file", "after_file", "before_manifest", "before_rename", "after_rename", "before_pointer"),
+    *("after_pointer", "in_removal"),
 )
 """Points in the writing of a checkpoint, of which the number of a stop chooses one."""

@@ -7,11 +7,7 @@ from pytorch_lightning.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     Callback,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LambdaCallback,
     StochasticWeightAveraging,
-    Timer,
 )
 from torch import nn
 
@@ -133,16 +129,6 @@ def metrics_in_every_hook(folder):
     return model, (callback.seen, {name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
-def early_stopping(folder):
-    pl.seed_everything(139)
-    model, seen = Net(lr=1.0), []
-    stopping = EarlyStopping(monitor="val_loss", patience=1, min_delta=0.01, mode="min", verbose=True)
-    note = LambdaCallback(on_train_epoch_end=lambda trainer, pl_module: seen.append(trainer.current_epoch))
-    trainer = pl.Trainer(**quiet(folder, max_epochs=20, callbacks=[stopping, note, Timer("00:01:00:00")]))
-    trainer.fit(model, loader(), loader(16, seed=2))
-    return model, (seen, stopping.stopped_epoch, stopping.wait_count, stopping.best_score.item(), trainer.current_epoch)
-
-
 def weight_averaging(folder):
     pl.seed_everything(149)
     model = Net()
@@ -153,16 +139,6 @@ def weight_averaging(folder):
     trainer = pl.Trainer(**quiet(folder, max_epochs=4, callbacks=averaging))
     trainer.fit(model, loader())
     return model, trainer.global_step
-
-
-def accumulation_schedule(folder):
-    pl.seed_everything(151)
-    model = Net()
-    trainer = pl.Trainer(
-        **quiet(folder, max_epochs=2, callbacks=[GradientAccumulationScheduler(scheduling={0: 1, 1: 1})])
-    )
-    trainer.fit(model, loader())
-    return model, (trainer.global_step, trainer.accumulate_grad_batches)
 
 
 class Writer(BasePredictionWriter):

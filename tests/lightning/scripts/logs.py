@@ -147,35 +147,6 @@ def ways_to_log(folder):
     return model, (values, sorted(trainer.progress_bar_metrics), sorted(trainer.logged_metrics))
 
 
-class Names(Callback):
-    """The names that are known in each hook."""
-
-    def __init__(self):
-        self.seen = []
-
-    def note(self, trainer):
-        places = (trainer.progress_bar_metrics, trainer.logged_metrics, trainer.callback_metrics)
-        self.seen.append([sorted(names) for names in places])
-
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        self.note(trainer)
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.note(trainer)
-
-    def on_validation_epoch_end(self, trainer, pl_module):
-        if not trainer.sanity_checking:
-            self.note(trainer)
-
-
-def names_in_hooks(folder):
-    pl.seed_everything(173)
-    model, names = Net(), Names()
-    trainer = pl.Trainer(**quiet(folder, max_epochs=2, callbacks=[names], log_every_n_steps=1))
-    trainer.fit(model, loader(24), loader(8))
-    return model, names.seen
-
-
 CALLS = []
 
 

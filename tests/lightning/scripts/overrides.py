@@ -85,55 +85,6 @@ def scaled_backward(folder):
     return trained(ScaledBackward(), folder)
 
 
-class PolynomialRate:
-    """A scheduler of its own, as timm's: by epoch, and not of torch."""
-
-    def __init__(self, optimizer, total):
-        self.optimizer, self.total, self.base = optimizer, total, optimizer.param_groups[0]["lr"]
-
-    def step(self, epoch, metric=None):
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.base * (1 - epoch / self.total) ** 0.9
-
-    def state_dict(self):
-        return {"total": self.total}
-
-    def load_state_dict(self, state_dict):
-        self.total = state_dict["total"]
-
-
-class OwnScheduler(Base):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": PolynomialRate(optimizer, 4), "interval": "epoch"}]
-
-    def lr_scheduler_step(self, scheduler, metric):
-        scheduler.step(epoch=self.current_epoch + 1)
-        self.calls.append((self.current_epoch, metric, self.optimizers().param_groups[0]["lr"]))
-
-
-def own_scheduler(folder):
-    pl.seed_everything(73)
-    return trained(OwnScheduler(), folder, max_epochs=3)
-
-
-class ClippedByPart(Base):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.calls.append((gradient_clip_val, str(gradient_clip_algorithm)))
-        if self.current_epoch == 0:
-            self.clip_gradients(
-                optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
-            )
-        else:
-            torch.nn.utils.clip_grad_norm_(self.layer[0].parameters(), 0.05)
-
-
-def clipped_by_part(folder):
-    pl.seed_everything(79)
-    model, calls = trained(ClippedByPart(), folder, gradient_clip_val=0.2)
-    return model, [value for value, _ in calls]
-
-
 class NormLogged(Base):
     def on_before_optimizer_step(self, optimizer):
         norms = pl.utilities.grad_norm(self.layer, norm_type=2)
@@ -147,32 +98,6 @@ class NormLogged(Base):
 def norms_logged(folder):
     pl.seed_everything(83)
     return trained(NormLogged(), folder)
-
-
-class AccumulatedByHand(Base):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss / 2)
-        if (batch_idx + 1) % 2 == 0:
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-        if self.trainer.is_last_batch and (self.trainer.current_epoch + 1) % 1 == 0:
-            self.lr_schedulers().step()
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
-
-
-def accumulated_by_hand(folder):
-    pl.seed_everything(89)
-    return trained(AccumulatedByHand(), folder)
 
 
 class SAM(Base):
@@ -203,13 +128,3 @@ class SAM(Base):
 def sharpness_aware(folder):
     pl.seed_everything(97)
     return trained(SAM(), folder)
-
-
-class Quasi(Base):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
-
-
-def lbfgs(folder):
-    pl.seed_everything(101)
-    return trained(Quasi(), folder)
