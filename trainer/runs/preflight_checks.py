@@ -14,7 +14,7 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import checkpoint_may_exist
 from trainer.data.datamodule import DataModule
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
 from trainer.names.misses import words_for
@@ -230,10 +230,22 @@ STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("traini
 """The step methods that a stage calls."""
 
 
+OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
+"""Arguments for the number of an optimizer in Lightning 1: by position, another argument would be taken for it."""
+
+
 def _check_signatures(module: TrainModule, stage: str) -> list[str]:
     problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
         if (name in STEPS.values() and name not in STEPS_OF[stage]) or not module.overrides(name):
+            continue
+        code = getattr(getattr(module, name), "__code__", None)
+        if numbers := OPTIMIZER_NUMBERS.intersection(code.co_varnames[: code.co_argcount] if code else ()):
+            problems.append(
+                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
+                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
+                "leave the argument out."
+            )
             continue
         expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
         if name in STEPS.values() and name != "training_step":
