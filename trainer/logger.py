@@ -274,7 +274,7 @@ class LogFile:
         self._end = end
         """The position after what is final in the file, in bytes."""
         self.is_outdated = is_outdated
-        """Whether the file is to be replaced by the next write, with all that is final."""
+        """True: the next write replaces the file, with all that is final."""
 
     @contextmanager
     def writing(self) -> Iterator[None]:

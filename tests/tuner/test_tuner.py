@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_at_any_rate_is_reported(first: int, caplog: p
 
     finder = Tuner(quiet()).lr_find(Breaks(), loader(4), num_training=8)
     assert finder.suggestion() is None
-    assert f"no descent seen: the loss of step {first} is nan before any learning rate has acted" in caplog.text
+    assert f"no descent seen: the loss of step {first} is nan" in caplog.text
 
 
 def test_unequal_losses_of_the_first_steps_do_not_end_the_search() -> None:
