@@ -180,7 +180,7 @@ def test_subclasses_write_what_they_want() -> None:
 def test_wrong_arguments_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         PredictionWriter(write_interval="batches", format="json")
-    assert "Did you mean 'batch'" in str(caught.value)
+    assert "give 'batch' or 'epoch'" in str(caught.value)
     assert "Did you mean 'jsonl'" in str(caught.value)
 
 
