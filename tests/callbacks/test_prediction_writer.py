@@ -181,7 +181,7 @@ def test_wrong_arguments_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         PredictionWriter(write_interval="batches", format="json")
     assert "give 'batch' or 'epoch'" in str(caught.value)
-    assert "Did you mean 'jsonl'" in str(caught.value)
+    assert "'safetensors' or 'jsonl'" in str(caught.value)
 
 
 def test_nothing_or_only_a_part_to_read() -> None:
