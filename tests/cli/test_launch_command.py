@@ -122,7 +122,10 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
         (["--devices", "2", "mymodel.py"], "unknown option '--devices'. Use --nproc-per-node N: processes on this"),
         (["--gpus=2", "mymodel.py"], "Use --nproc-per-node N"),
         (["--nproc-per-node", "two", "mymodel.py"], "--nproc-per-node two: give a number from 1, gpu, cpu or auto"),
-        (["--nnodes", "2", "mymodel.py"], "--nnodes 2 machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv"),
+        (
+            ["--nnodes", "2", "mymodel.py"],
+            "--nnodes 2 machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv",
+        ),
         (["--nnodes", "4:2", "--rdzv", "a:1", "mymodel.py"], "--nnodes: '4:2': give a number of machines from 1, or"),
         (["--nnodes", "2", "--rdzv", "a:b", "mymodel.py"], "'a:b': give HOST:PORT"),
         (

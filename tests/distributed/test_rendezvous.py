@@ -43,9 +43,7 @@ def test_a_port_that_becomes_free_is_taken() -> None:
 
 def test_nobody_listens() -> None:
     port = free_port()
-    with pytest.raises(
-        TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: .*refused"
-    ):
+    with pytest.raises(TrainerError, match=f"127.0.0.1:{port}, the place, cannot be reached: .*refused"):
         connect("127.0.0.1", port, "the place", wait=0.3)
 
 
