@@ -137,6 +137,7 @@ class WeightAveraging(AveragingCallback):
         self,
         device: torch.device | str | int | None = None,
         use_buffers: bool = True,
+        *,
         avg_fn: Callable[..., Any] | None = None,
         multi_avg_fn: Callable[..., Any] | None = None,
     ) -> None:

@@ -216,6 +216,26 @@ def test_a_value_not_known_yet_is_nan_in_a_name() -> None:
     ]
 
 
+@pytest.mark.parametrize("monitor", ["val_los", "val_loss", "train_loss", "val_lose"])
+def test_monitors_that_are_nearly_a_name_of_the_sanity_check_are_refused_before_the_first_step(monitor: str) -> None:
+    class Stop(Callback):
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            raise InterruptedError
+
+    class Lose(Toy):
+        def on_train_epoch_end(self) -> None:
+            self.log("val_lose", 1.0)
+
+    callbacks = [ModelCheckpoint(filename=f"{{{monitor}:.2f}}"), EarlyStopping(monitor), Stop()]
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=1, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(ConfigError if monitor == "val_los" else InterruptedError) as refused:
+        trainer.fit(Lose(), loader(2), loader(1))
+    if monitor == "val_los":
+        for problem in ("2 problems", "ModelCheckpoint(filename='{val_los:.2f}')", "EarlyStopping(monitor='val_los')"):
+            assert problem in str(refused.value)
+        assert str(refused.value).count("Did you mean 'val_loss'?") == 2
+
+
 def test_wrong_monitors_are_reported_together_and_the_epoch_is_saved(tmp_path: Path) -> None:
     class Plateau(Toy):
         name = "train_loss"

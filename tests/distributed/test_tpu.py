@@ -83,7 +83,7 @@ def test_the_strategies_name_the_environment_that_they_need(name: str) -> None:
     assert f"strategy {name!r}: torch_xla is not installed" in text
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in text
     assert "drives all devices from one process, and 2 are asked for" in text
-    assert "has no float16" in text
+    assert "TPUs do not compute in precision '16-mixed'" in text
 
 
 @pytest.mark.parametrize("name", ["xla", "xla_fsdp"])

@@ -67,7 +67,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "limit that is no number": {"limit_val_batches": float("nan")},
     "interval that is no number": {"val_check_interval": float("nan")},
     "clipping at no number": {"gradient_clip_val": float("nan")},
-    "clipping at infinity": {"gradient_clip_val": float("inf")},
     "watchdog at no number": {"watchdog_seconds": float("nan")},
     "clipping misspelt": {"gradient_clip_algorithm": "nrom"},
     "logging less than never": {"log_every_n_steps": -1},

@@ -28,11 +28,6 @@ class Forgot(Net):
         self.layer = 1
 
 
-class ForgotLayer(TrainModule):
-    def __init__(self) -> None:
-        self.layer = nn.Linear(4, 1)
-
-
 class Misspelt(TrainModule):
     def trainning_step(self, batch: Any, batch_idx: int) -> None: ...
     def configure_optimizer(self) -> None: ...
@@ -53,7 +48,6 @@ MODULES: dict[str, Callable[[], Any]] = {
     "nothing defined": lambda: fit(TrainModule()),
     "names misspelt": lambda: fit(Misspelt()),
     "super().__init__ forgotten": lambda: fit(Forgot()),
-    "super().__init__ forgotten, with layers": ForgotLayer,
     "hook misspelt": lambda: fit(net(on_train_epoch_ends=lambda self: None)),
     "hook of callbacks only": lambda: fit(net(on_checkpoint_saved=lambda self, path: None)),
     "hooks of old": lambda: fit(
@@ -72,7 +66,6 @@ MODULES: dict[str, Callable[[], Any]] = {
         net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()
     ),
     "number instead of a method": lambda: fit(assigned("num_items", 100)),
-    "method hidden by an attribute": lambda: fit(assigned("optimizers", [])),
     "device assigned": lambda: assigned("device", "cuda"),
     "hparams assigned": lambda: assigned("hparams", {"lr": 1}),
     "validate without a step": lambda: quiet().validate(TrainModule(), loader()),

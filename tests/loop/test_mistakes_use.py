@@ -37,7 +37,6 @@ LOGGED: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
     "reduction of old": lambda self, loss, batch: self.log("x", loss, reduction="max"),
     "option misspelt": lambda self, loss, batch: self.log_dict({"x": loss}, progbar=True),
     "batch size": lambda self, loss, batch: self.log("x", loss, batch_size=batch[0]),
-    "log_dict of a list": lambda self, loss, batch: self.log_dict([loss]),
     "metric class": lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric),
     "metric of nobody": lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric()),
 }
@@ -258,11 +257,9 @@ def test_checkpoint_file_of_another_library() -> None:
     refused(lambda: Net.load_from_checkpoint("epoch=3.ckpt"), error=CheckpointError)
 
 
-def test_a_run_directory_stands_for_its_last_checkpoint(trained: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_run_directory_stands_for_its_last_checkpoint(trained: str) -> None:
     run_dir = Path(trained).parents[1]
     assert resume(Net(), run_dir).ckpt_path == trained
-    assert f"{run_dir} is a run directory: its last checkpoint is epoch=0-step=4" in caplog.text
     shutil.rmtree(trained)
     refused(lambda: resume(Net(), run_dir), error=CheckpointError)
 

@@ -20,6 +20,7 @@ from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
 from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
 from trainer.runs.hook_checks import takes
+from trainer.runs.monitors import refuse_misspelt_monitors
 from trainer.state.leaving import Leaving, Staying
 from trainer.state.no_trace import keeps_an_iterator, no_trace
 from trainer.strategy import eval_mode, synchronize_buffers
@@ -103,6 +104,7 @@ def sanity_check(run: Run) -> None:
             leaving = Leaving(run)
             evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
         run.hooks.on_sanity_check_end()
+    refuse_misspelt_monitors(run)
 
 
 def run_test(run: Run) -> list[dict[str, float]]:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import TYPE_CHECKING
 
+from trainer.data.fingerprints import codes_in
 from trainer.errors import did_you_mean, raise_problems
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
+
+_NEARLY = 0.85
+
+
+def refuse_misspelt_monitors(run: Run) -> None:
+    """Raise ConfigError after the sanity check for names that are nearly those of logged values. Collective.
+
+    A name that the code of the module or of a callback has as a text may be logged in training.
+    """
+    logged = set[str]().union(*run.strategy.processes.all_gather_object(run.metrics.names))
+
+    def misspelt(name: str) -> bool:
+        close = difflib.get_close_matches(name, logged, n=1, cutoff=_NEARLY)
+        return bool(close) and name not in logged and not _may_be_logged(run, name)
+
+    raise_problems(_problems(run, logged, misspelt), "monitored names")
 
 
 def refuse_missing_monitors(run: Run) -> None:
@@ -36,3 +55,12 @@ def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool])
                 'Log it before the scheduler steps, or give "strict": False.'
             )
     return problems
+
+
+def _may_be_logged(run: Run, name: str) -> bool:
+    """Whether user code has the name as a text, or does something else in the sanity check."""
+    kinds = {kind for one in (run.module, *run.callbacks) for kind in type(one).__mro__}
+    methods = [one for kind in kinds for one in vars(kind).values() if type(one) is FunctionType]
+    codes = (code for one in methods if not one.__module__.startswith("trainer.") for code in codes_in(one.__code__))
+    names = {name, name.removesuffix("_step"), name.removesuffix("_epoch"), "sanity_checking"}
+    return any(repr(one) in repr((code.co_names, code.co_consts)) for code in codes for one in names)
