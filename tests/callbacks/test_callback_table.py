@@ -60,12 +60,6 @@ def test_a_callback_of_the_user_replaces_a_default(argument: str) -> None:
         assert kinds == others | {type(given).__name__}
 
 
-def test_an_unknown_location_is_refused() -> None:
-    own = type("Own", (Callback,), {"in_place_of": "progress_bar"})()
-    with raises_recorded(ConfigError):
-        Trainer(callbacks=[own])
-
-
 @pytest.mark.parametrize(
     "name",
     ["DeviceStatsMonitor", "MLFlowLogger", "RichProgressBar", "TensorBoardLogger", "WandbLogger"],

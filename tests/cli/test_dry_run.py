@@ -210,7 +210,7 @@ def test_blocks_that_are_not_there(dry: Command) -> None:
         "--world-size", "8", "--trainer.strategy", "fsdp", "--trainer.activation_checkpointing", "[Blok]"
     )
     assert code == 1
-    assert "no submodule of Net with a forward is a Blok" in printed(out, "layout")[0]
+    assert "no submodule of Net with a forward is one of ['Blok']" in printed(out, "layout")[0]
 
 
 def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:

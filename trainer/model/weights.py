@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -38,14 +37,16 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
     Raises:
         ConfigError: `map_location` has another form, or the device is not on this machine.
     """
-    if map_location is None:
-        return None
-    file = io.BytesIO()
-    torch.save(torch.empty(0), file)
-    file.seek(0)
+    location: Any = map_location
     try:
-        placed: torch.Tensor = torch.load(file, map_location, weights_only=True)  # type: ignore[arg-type]
-        return placed.device
+        if isinstance(map_location, Mapping):
+            devices = {str(torch.device(key)): torch.device(value) for key, value in map_location.items()}
+            location = devices.get("cpu", "cpu")
+        elif callable(map_location):
+            storage = torch.UntypedStorage(0)
+            moved = map_location(storage, "cpu")
+            location = (storage if moved is None else moved).device
+        return None if location is None else torch.empty(0, device=location).device
     except Exception as error:
         raise ConfigError(
             f"map_location={map_location!r} gives no device of this machine ({type(error).__name__}: {error}). Give a "
