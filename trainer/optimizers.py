@@ -257,13 +257,13 @@ def optimizers_inside(optimizer: Optimizer) -> dict[str, Optimizer]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
     seen = {id(optimizer)}
     for path, outer in waiting:
-        held: dict[tuple[Any, ...], Any] = {}
+        held: list[tuple[tuple[Any, ...], Any]] = []
         for name, value in vars(outer).items():
-            held[name,] = value
+            held.append(((name,), value))
             several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-            if isinstance(several, dict):
-                held |= {(name, key): one for key, one in several.items()}
-        for way, one in held.items():
+            for key, one in several.items() if isinstance(several, dict) else ():
+                held.append(((name, key), one))
+        for way, one in held:
             if id(one) in seen or not hasattr(one, "__dict__"):
                 continue
             if isinstance(one, Optimizer) or (len(path) < _DEEPEST and _is_users(one)):

@@ -25,15 +25,21 @@ def floating_tensors(
         shards_only: skip the replicated tensors, which another process writes.
         numbers: Python's floats count as tensors.
     """
-    if isinstance(state, (dict, list, tuple)):
-        for key, one in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from floating_tensors(one, f"{prefix}.{key}".removeprefix("."), shards_only, numbers)
-        return
-    if numbers and isinstance(state, float):
-        state = torch.tensor(state, dtype=torch.float64)
-    value = state.local if isinstance(state, Shard) else None if shards_only else state
-    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not value.is_meta:
-        yield prefix, value.detach()
+    waiting = [(prefix, state)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, (dict, list, tuple)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}.{key}" if name else str(key), one) for key, one in items][::-1]
+            continue
+        if isinstance(value, Shard):
+            value = value.local
+        elif shards_only:
+            continue
+        elif numbers and isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float64)
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not value.is_meta:
+            yield name, value.detach()
 
 
 @torch.no_grad()

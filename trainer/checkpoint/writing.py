@@ -95,7 +95,7 @@ def plan_save(
     for key, content in keys.items():
         if content.tensors and process_group.rank == 0:
             files[f"{key}.safetensors"] = content.tensors
-        own = [name for name, shard in content.shards.items() if shard.extent.numel]
+        own = [name for name, shard in content.shards.items() if shard.extent.numel] if content.shards else ()
         if own:
             files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,15 +76,7 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
     map_sorted(lambda path, leaf: own.update({path: _length_and_rows(leaf)}), data)
     everywhere = processes.all_gather_object(own)
     for path in sorted({path for one in everywhere for path in one}):
-        kinds = [one.get(path, (0, "nothing")) for one in everywhere]
-        found = {kind[1]: rank for rank, kind in enumerate(kinds) if kind is not None}
-        if len(found) > 1 or any(not rows.startswith("rows") for rows in found):
-            differing = ", and ".join(f"{rows} on rank {rank}" for rows, rank in found.items())
-            raise ConfigError(
-                f"gather_uneven: {path or 'the data'} has {differing}. It joins tensors along their first dimension, "
-                "in whose length alone they may differ; give None on a process that has no tensor, and numbers to "
-                "all_gather."
-            )
+        _require_rows(path, [one.get(path, (0, "nothing")) for one in everywhere])
     if processes.world_size == 1:
         return data
 
@@ -103,6 +95,18 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
         return torch.cat([one[:length] for one, length in zip(parts, lengths, strict=True)])
 
     return map_sorted(gather, data)
+
+
+def _require_rows(path: str, kinds: Sequence[tuple[Any, ...] | None]) -> None:
+    """Raise ConfigError if the processes' leaves at a path are not rows of one kind, or None."""
+    found = {kind[1]: rank for rank, kind in enumerate(kinds) if kind is not None}
+    if len(found) > 1 or any(not rows.startswith("rows") for rows in found):
+        differing = ", and ".join(f"{rows} on rank {rank}" for rows, rank in found.items())
+        raise ConfigError(
+            f"gather_uneven: {path or 'the data'} has {differing}. It joins tensors along their first dimension, "
+            "in whose length alone they may differ; give None on a process that has no tensor, and numbers to "
+            "all_gather."
+        )
 
 
 def _length_and_rows(leaf: Any) -> tuple[Any, ...] | None:

@@ -84,9 +84,12 @@ def called_by_others(kind: type) -> set[str]:
 
 def overridden_hooks(callback: Callback) -> list[str]:
     """Return the hooks that a callback, or its class, defines anew, in their order; one that is None is not defined."""
-    methods = {hook: getattr(callback, hook) for hook in HOOKS}
-    defined = {hook: getattr(method, "__func__", method) for hook, method in methods.items() if method is not None}
-    return [hook for hook, function in defined.items() if function is not getattr(Callback, hook)]
+    return [
+        hook
+        for hook in HOOKS
+        if (method := getattr(callback, hook)) is not None
+        and getattr(method, "__func__", None) is not getattr(Callback, hook)
+    ]
 
 
 def check_signature(owner: object, name: str, expected: list[str]) -> str | None:

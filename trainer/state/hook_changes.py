@@ -80,7 +80,8 @@ class HookChanges:
         self._parts = {
             f"optimizer {number}.{path}": part
             for number, optimizer in enumerate(optimizers)
-            for path, part in (optimizers_inside(optimizer) if not with_modes([optimizer]) else {}).items()
+            if not with_modes([optimizer])
+            for path, part in optimizers_inside(optimizer).items()
         }
         """The optimizers, and those in them, whose plain attributes, such as a count of steps, are state."""
         self._groups = [self._names(optimizer) for optimizer in optimizers]
@@ -223,7 +224,7 @@ class HookChanges:
 
     def kept(self) -> Callable[[], None]:
         """Return a function that puts back the values of now."""
-        return partial(self._write_back, self._read(), {path for path, _ in self._module.named_modules()})
+        return partial(self._write_back, self._read(), set(dict(self._module.named_modules())))
 
     def _write_back(self, before: Mapping[str, Any], parts: Collection[str]) -> None:
         """Set all values as they were before; parts of the module that are new by then stay, with their values."""
@@ -256,9 +257,8 @@ class HookChanges:
 
 
 def _saved_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)} | {
-        name for name, *_ in saved_buffers(module)
-    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {*parameters, *(name for name, *_ in saved_buffers(module))}
 
 
 def _values_of(module: nn.Module) -> dict[str, Any]:
