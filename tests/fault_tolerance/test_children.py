@@ -295,10 +295,6 @@ class Samples(Dataset):
         return torch.full((4,), float(index)), torch.zeros(1)
 
 
-class OwnContext(multiprocessing.context.ForkContext):
-    pass
-
-
 def begun(kind=DataLoader, **options):
     loader = kind(Samples(), 2, num_workers=1, worker_init_fn=hang, **options)
     return loader, iter(loader)
@@ -330,9 +326,6 @@ class Hooks(Callback):
         self.kept = [begun()]
         threading.Thread(target=begun, args=(StatefulDataLoader,), daemon=True).start()  # waits for its worker to begin
 
-    def on_fit_start(self, trainer, module):
-        self.kept += [begun(multiprocessing_context=OwnContext())]
-
     def on_train_start(self, trainer, module):
         threading.Thread(target=lambda: self.kept.append(begun()), daemon=True).start()
         assert DataLoader(Samples()).multiprocessing_context is None
@@ -348,7 +341,7 @@ def test_workers_of_any_loader_of_a_run_outlive_signals_and_die_with_their_proce
     """Also of those in objects that nothing of the trainer's can look into, of hooks, and of threads."""
     pytest.importorskip("torchdata")
     running = start_python(EVERYWHERE)
-    running.wait_for("at it: ", count=7)
+    running.wait_for("at it: ", count=6)
     check_lives(running)
 
 

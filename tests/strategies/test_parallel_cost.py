@@ -185,7 +185,7 @@ class Measure(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, *args: Any) -> None:
         if trainer.global_step == 1 and not self.micro_batches:
-            pipeline = vars(trainer.strategy).get("pipeline")
+            pipeline = trainer.strategy._split.pipeline if hasattr(trainer.strategy, "_split") else None
             self.stage = 0 if pipeline is None else pipeline.stage
             self.mode = CountCollectives()
             self.mode.__enter__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,8 @@ from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
 from trainer.errors import ConfigError, first_of
+
+log = logging.getLogger("trainer")
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
@@ -80,7 +83,7 @@ def initial_values(
     built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
     shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
 
-    return _values(built, units, shapes, absent, device)
+    return _values(built, units, shapes, absent, loaded, device)
 
 
 def _values(
@@ -88,16 +91,20 @@ def _values(
     units: dict[str, nn.Module],
     shapes: dict[str, Tensors],
     absent: set[str],
+    loaded: Collection[str],
     device: torch.device | str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield rank 0's values of what was built, and of the `absent` tensors, which units initialize there."""
     for name in list(built):
         yield name, _from_rank_0(built.pop(name), device)
     for prefix, unit in units.items():
-        made = initialize(unit, shapes[prefix]) if dist.get_rank() == 0 else shapes[prefix]
-        for name in [name for name in made if prefix + name in absent]:
-            absent.remove(prefix + name)
-            yield prefix + name, _from_rank_0(made.pop(name), device)
+        later = {name for name in shapes[prefix] if prefix + name in loaded}
+        made = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
+        for name in list(made):
+            value = made.pop(name)
+            if prefix + name in absent:
+                absent.remove(prefix + name)
+                yield prefix + name, _from_rank_0(value, device)
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
@@ -164,23 +171,33 @@ class _Initialize(nn.Module):
             getattr(module, initializer)()
 
 
-def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
+def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -> Tensors:
     """Return, on the CPU, the initial values of a module's parameters and buffers, without changing the module.
 
     Args:
         shapes: the module's tensors on the meta device, by name.
+        loaded: names of those whose values come from a checkpoint. They stay on the meta device if the initializers can
+            do without them, so that rank 0 does not need memory for the full module.
 
     Raises:
         ConfigError: the initializers leave a tensor without values.
     """
+    if loaded:
+        try:
+            return _initialize(unit, {name: t if name in loaded else _unset(t) for name, t in shapes.items()})
+        except (RuntimeError, NotImplementedError) as error:
+            log.info("init_device='meta': all of %s is initialized on rank 0: %s", type(unit).__name__, error)
+    return _initialize(unit, {name: _unset(shape) for name, shape in shapes.items()})
+
+
+def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
     # As parameters, for which initializers of ties ask by name.
     parameters = dict(unit.named_parameters(remove_duplicate=False))
-    tensors = {name: _unset(shape) for name, shape in shapes.items()}
     values = {
-        f"unit.{name}": nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+        f"unit.{name}": nn.Parameter(tensor.detach(), requires_grad=False) if name in parameters else tensor
         for name, tensor in tensors.items()
     }
-    before = {name: (value, value._version) for name, value in values.items()}
+    before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}
     with torch.no_grad():
         functional_call(_Initialize(unit), values, ())
     left = [name.removeprefix("unit.") for name in before if _is_unset(values[name], *before[name])]
