@@ -135,7 +135,11 @@ class DDPStrategy(DistributedStrategy):
         }
         if self.comm_hook is not None:
             state = powerSGD_hook.PowerSGDState(None) if self.comm_hook == "power_sgd" else self.comm_hook_state
-            wrapped.register_comm_hook(state, hooks.get(self.comm_hook, self.comm_hook))
+            try:
+                wrapped.register_comm_hook(state, hooks.get(self.comm_hook, self.comm_hook))
+            except (KeyError, TypeError, ValueError) as error:  # torch asks for the argument's name
+                message = f"DDPStrategy(comm_hook={self.comm_hook!r}): give a function (state, bucket) -> Future."
+                raise ConfigError(message) from error
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:
