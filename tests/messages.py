@@ -52,7 +52,7 @@ def raises_recorded(error: type[E]) -> Iterator[pytest.ExceptionInfo[E]]:
     name, message = f"{test} {number}", as_everywhere(str(caught.value), test)
     if _heard is not None:
         _heard[name] = message
-    elif _speaks_as_here():
+    elif speaks_as_here():
         assert message == snapshot().get(name), f"{name}: if this is meant, pytest --rewrite-messages"
 
 
@@ -70,7 +70,7 @@ def snapshot() -> dict[str, str]:
 
 
 @cache
-def _speaks_as_here() -> bool:
+def speaks_as_here() -> bool:
     """Whether this is the Python, torch and device of the snapshot: others say some things, and so we, otherwise."""
     pinned = f"torch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
     return pinned and sys.version_info[:2] == (3, 11) and DEVICE == "cpu"

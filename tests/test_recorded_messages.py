@@ -7,8 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.processes import fork_python
-from tests.messages import ROOT, as_everywhere, snapshot
+from tests.messages import ROOT, as_everywhere, snapshot, speaks_as_here
 
 ASKS = """
 import pytest
@@ -37,6 +39,7 @@ def test_what_differs_from_run_to_run_is_left_out(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(not speaks_as_here(), reason="the snapshot is of the pinned torch, Python 3.11 and the CPU")
 def test_another_sentence_fails_until_it_is_written(tmp_path: Path) -> None:
     """In a project with the snapshot's plugin and one test."""
 
