@@ -78,7 +78,8 @@ def speaks_as_here() -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _folders_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    VARYING.insert(0, (re.escape(str(tmp_path_factory.getbasetemp())) + r"/[\w\[\]-]+", "<folder>"))
+    base = re.escape(str(tmp_path_factory.getbasetemp()))
+    VARYING[:0] = [(base + r"/[\w\[\]-]+", "<folder>"), (base + r"(?=\W)", "<folder of the session>")]
 
 
 # -- writing the snapshot ----------------------------------------------------------------------------------------------
