@@ -36,7 +36,7 @@ ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
 
 
 @sendable
-class Shares(NamedTuple):
+class TimeShares(NamedTuple):
     """The shares of a process."""
 
     machine: str
@@ -93,7 +93,7 @@ class BoundProfiler(Profiler):
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._leave()
-        own = Shares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
+        own = TimeShares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
         every = trainer.strategy.processes.all_gather_object(own)
         if not own.parts or not trainer.is_global_zero:
             return
@@ -198,14 +198,14 @@ def _at_most(share: float) -> str:
     return f"at most {1 / max(1 - share, 0.01):.3g} times the speed"
 
 
-def slowest(every: Sequence[Shares]) -> int:
+def slowest(every: Sequence[TimeShares]) -> int:
     """Return the rank that the others wait for: that with the least communication; 0 if they differ little."""
     waits = [shares.parts.get(COMMUNICATION, 0.0) for shares in every]
     rank = waits.index(min(waits))
     return rank if waits[0] > 2 * waits[rank] and waits[0] > waits[rank] + MUCH else 0
 
 
-def stragglers(every: Sequence[Shares]) -> list[str]:
+def stragglers(every: Sequence[TimeShares]) -> list[str]:
     """Return a line for each process that spends much more time than the others in a part that is not a wait for them.
 
     Args:

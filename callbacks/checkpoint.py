@@ -24,11 +24,11 @@ from trainer.checkpoint.left_out import LeftOutError
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
+from trainer.errors import CheckpointError, ConfigError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir
-from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 
@@ -134,8 +134,12 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: bool = False,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = _problems(monitor, mode, save_top_k, triggers)
-        raise_problems([*problems, *template_problems(filename)], "ModelCheckpoint's arguments")
+        problems = template_problems(filename)
+        if sum(trigger not in (None, 0) for trigger in triggers) > 1:
+            problems.append("give one of every_n_train_steps, every_n_epochs, train_time_interval to a callback.")
+        if monitor is None and save_top_k > 1 and mode is not None:
+            problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
+        raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
@@ -461,15 +465,9 @@ class ModelCheckpoint(Checkpoint):
         return is_up
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
-        problems = []
-        for name in (self.monitor, *self.names_in_filename):
-            if name in (None, "epoch", "step") or not missing(name):
-                continue
-            problems.append(
-                f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r}): {name!r} was not logged."
-                f"{did_you_mean(name, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
-            )
-        return problems
+        names = {self.monitor or "step", *self.names_in_filename} - {"epoch", "step"}
+        owner = f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r})"
+        return [not_logged(owner, name, logged) for name in sorted(names) if missing(name)]
 
     # -- saving, in running order --------------------------------------------------------------------------------------
 
@@ -629,22 +627,6 @@ def _sentence(error: CheckpointError) -> str:
 def _place(progress: Progress) -> tuple[int, int]:
     """Return the step of the last validation, and the epochs that have ended."""
     return progress.validated_step, progress.epoch + progress.epoch_ended
-
-
-def _problems(
-    monitor: str | None,
-    mode: str | None,
-    save_top_k: int,
-    triggers: Collection[Any],
-) -> list[str]:
-    problems = []
-    if sum(trigger not in (None, 0) for trigger in triggers) > 1:
-        problems.append(
-            "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
-        )
-    if monitor is None and save_top_k > 1 and mode is not None:
-        problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
-    return problems
 
 
 def _as_tensor(value: float | None) -> torch.Tensor | None:

@@ -53,10 +53,6 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted, self._logged = {}, set()
-        for optimizer in trainer.optimizers:
-            names = [group["name"] for group in optimizer.param_groups if "name" in group]
-            if len(names) > len(set(names)):
-                raise ConfigError(f"LearningRateMonitor: give each parameter group a name of its own, not {names}.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.

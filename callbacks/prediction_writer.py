@@ -137,9 +137,8 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         super().on_predict_start(trainer, pl_module)
         self._parts = None
-        folder = self.dirpath
-        if folder is None:
-            folder = trainer.run_dir / "predictions"
+        folder = self.dirpath or trainer.run_dir / "predictions"
+        if self.dirpath is None:
             refuse_link(folder)
         processes = trainer.strategy.processes
         if processes.reports:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from trainer.arguments import kept_path, make_folder
 from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
-from trainer.metrics.media import Histogram, Images, Media, Table, Text
+from trainer.metrics.media import Histogram, Images, Media, Text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -184,7 +184,7 @@ class WandbLogger(Tracker):
             shown = wandb.Histogram(np_histogram=counts)
         elif isinstance(media, Text):
             shown = wandb.Table(columns=["text"], data=[[media.text]])
-        elif isinstance(media, Table):
+        else:
             shown = wandb.Table(columns=[*media.columns], data=media.rows)
         self._client.log({key: shown, STEP: step})
 

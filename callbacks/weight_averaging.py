@@ -150,9 +150,7 @@ class WeightAveraging(AveragingCallback):
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
         self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
-        self._change: Update = equal_weights
-        if avg_fn is not None:
-            self._change = from_avg_fn(avg_fn)
+        self._change: Update = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
         if multi_avg_fn is not None:
             self._change = from_multi_avg_fn(multi_avg_fn)
 

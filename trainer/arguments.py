@@ -249,7 +249,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
     except Exception:  # a name known to type checkers only: take the annotations one by one
         hints = {}
         known = {**vars(builtins), **vars(typing), **vars(collections.abc), **vars(sys.modules[cls.__module__])}
-        names = _Names({**known, cls.__name__: cls})
+        names = _UnknownAsAny({**known, cls.__name__: cls})
         for name, annotation in getattr(init, "__annotations__", {}).items():
             try:
                 hints[name] = eval(annotation, {}, names) if isinstance(annotation, str) else annotation
@@ -258,7 +258,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
         return hints
 
 
-class _Names(dict[str, Any]):
+class _UnknownAsAny(dict[str, Any]):
     """A namespace in which every unknown name is `Any`."""
 
     def __missing__(self, name: str) -> Any:

@@ -21,10 +21,10 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
+from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
 
 if TYPE_CHECKING:
     from trainer.metrics.logger_folder import LoggerFolder
-    from trainer.metrics.media import Media
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -177,7 +177,7 @@ class Logger(Callback):
             what = f"{type(media).__name__.lower()} such as {key!r}"
             log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
 
-    # -- images and the like: the same call for every logger, on any rank; their module is imported at the first -------
+    # -- images and the like: the same call for every logger, on any rank ----------------------------------------------
 
     def log_image(
         self,
@@ -198,8 +198,6 @@ class Logger(Callback):
         Raises:
             ConfigError: a picture has a shape that no picture has, or the lists have other lengths.
         """
-        from trainer.metrics.media import as_images
-
         self._log_media(key, step, as_images, images, caption, options)
 
     def log_text(
@@ -216,20 +214,14 @@ class Logger(Callback):
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
         else:
-            from trainer.metrics.media import Text
-
             self._log_media(key, step, Text, text)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
         """Log the distribution of the finite numbers of a tensor, an array or a list."""
-        from trainer.metrics.media import as_histogram
-
         self._log_media(key, step, as_histogram, values, bins)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
         """Log a figure of matplotlib as a picture, and close it."""
-        from trainer.metrics.media import close_figure, figure_images
-
         self._log_media(key, step, figure_images, figure)
         if close:
             close_figure(figure)
@@ -243,8 +235,6 @@ class Logger(Callback):
         step: int | None = None,
     ) -> None:
         """Log a table: `columns` and `data`, a list of rows; or a pandas data frame."""
-        from trainer.metrics.media import as_table
-
         self._log_media(key, step, as_table, columns, data, dataframe)
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
 from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
-from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
@@ -43,6 +43,8 @@ EXCLUDED_FROM_PICKLE = (
     *GRAPH_BREAKING_METHODS,
 )
 """Attributes excluded when a module is copied or pickled."""
+WITHOUT_TRAINER: Any = SimpleNamespace(loggers=(), rank=0, local_rank=0, global_step=0, current_epoch=0)
+"""The properties of a trainer, for a module that no trainer has run."""
 READ_ONLY = (
     "hparams",
     "trainer",
@@ -202,7 +204,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
         weight: float | torch.Tensor | None = None,
-        **unknown: Never,
     ) -> None:
         """Record a value, which stays on its device until the log is flushed and is then reduced over processes.
 
@@ -227,10 +228,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             weight: as `batch_size`, for means over other things, such as tokens.
 
         Raises:
-            ConfigError: an option is unknown, the name or value cannot be logged, or there is no run.
+            ConfigError: the name or the value cannot be logged, or there is no run.
         """
-        if unknown:
-            reject_unknown_options(unknown)
         if rank_zero_only and self.trainer.rank:
             return
         weight = weight if weight is not None else batch_size
@@ -350,7 +349,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     ) -> torch.Tensor | None:
         """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm.
 
-        What is None is as the trainer's setting says; other values than the trainer's hold for this call.
+        Arguments left at None use the trainer's settings; other values hold for this call only.
         """
         settings = self.trainer.settings
         value = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
@@ -397,25 +396,15 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         """
         device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(checkpoint_path))
-        of_hyperparameters = {
-            "module?": {str: object},
-            "arguments?": {str: (str, None, {str: [str]})},
-            "kinds?": {str: dict},
-        }
-        kinds = {
-            "model": dict,
-            "added?": dict,
-            "base?": {str: int},
-            "progress?": dict,
-            "hyperparameters?": of_hyperparameters,
-        }
+        inside = {"module?": {str: object}, "arguments?": {str: (str, None, {str: [str]})}, "kinds?": {str: dict}}
+        kinds = {"model": dict, "added?": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": inside}
         require(checkpoint, kinds, "the checkpoint")
         checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         of_values = kept.get("kinds", {}).get("module") if hparams_file is None else None
-        inside = kept.get("arguments", {}).get("module")
-        arguments = constructor_arguments(cls, stored, inside, hyperparameters, of_values)
+        holders = kept.get("arguments", {}).get("module")
+        arguments = constructor_arguments(cls, stored, holders, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = construct(cls, arguments)
             module.configure_model()
@@ -592,24 +581,30 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return trainer
 
     @property
+    def _facts(self) -> Trainer:
+        """The trainer, or the values that hold without one."""
+        facts: Trainer = self.__dict__.get("_trainer") or WITHOUT_TRAINER
+        return facts
+
+    @property
     def logger(self) -> Logger | None:
         """The trainer's first logger; None without a trainer."""
-        return self.trainer.logger if self.__dict__.get("_trainer") else None
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Logger]:
         """The trainer's loggers; none without a trainer."""
-        return self.trainer.loggers if self.__dict__.get("_trainer") else []
+        return [*self._facts.loggers]
 
     @property
     def global_rank(self) -> int:
         """The rank of this process; 0 without a trainer."""
-        return self.trainer.rank if self.__dict__.get("_trainer") else 0
+        return self._facts.rank
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine; 0 without a trainer."""
-        return self.trainer.local_rank if self.__dict__.get("_trainer") else 0
+        return self._facts.local_rank
 
     @property
     def device_mesh(self) -> Any:
@@ -631,12 +626,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     @property
     def global_step(self) -> int:
         """Steps done; 0 without a trainer."""
-        return self.trainer.global_step if self.__dict__.get("_trainer") else 0
+        return self._facts.global_step
 
     @property
     def current_epoch(self) -> int:
         """The epoch in progress, from 0; 0 without a trainer."""
-        return self.trainer.current_epoch if self.__dict__.get("_trainer") else 0
+        return self._facts.current_epoch
 
     def attach(self, trainer: Trainer | None) -> None:
         """Set the trainer of this module, outside of `nn.Module`'s registries, copies and pickles."""

@@ -66,7 +66,7 @@ class Settings:
     )
     deadline_margin: float | None = argument(
         None,
-        "Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves.",
+        "Seconds before the deadline at which to stop. Default: estimated from times of steps, validations and saves.",
         least=0,
     )
     min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.", least=0)
@@ -159,7 +159,7 @@ class Settings:
         True, "Split DataLoaders over the processes. False: each process gets what its own sampler gives."
     )
     reload_dataloaders_every_n_epochs: int = argument(
-        0, "Ask the module or data module for its loaders anew every so many epochs; 0: never.", least=0
+        0, "Ask the module or data module for new loaders every so many epochs; 0: never.", least=0
     )
     sync_batchnorm: bool = argument(
         False, "BatchNorm over the batches of all processes (torch.nn.SyncBatchNorm); needs GPUs."

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, did_you_mean
-
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight", "add_dataloader_idx")
-
-
-def reject_unknown_options(options: Iterable[str]) -> None:
-    """Raise `ConfigError` for options that `self.log` does not have."""
-    for option in options:
-        hint = did_you_mean(option, OPTIONS)
-        raise ConfigError(f"self.log has no option {option!r}.{hint} Options: {', '.join(OPTIONS)}.")
-
+from trainer.errors import ConfigError
 
 _FUNCTIONS = {
     torch.mean: "mean",
@@ -47,9 +36,8 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
         raise ConfigError(f"self.log({name!r}): {disabled_reason}")
     if name in RESERVED_NAMES:
         raise ConfigError(
-            f"self.log({name!r}): loggers, filenames and monitor= know {name!r} as the trainer's count of {name}s. "
-            f"Leave the call out: the axis stays the step, and files of metrics have a column of epochs, too. Or give "
-            f"the value another name, such as 'my_{name}'."
+            f"self.log({name!r}): every logger already gets the trainer's count of {name}s under this name. Leave the "
+            f"call out, or rename the value to 'my_{name}'."
         )
 
 
