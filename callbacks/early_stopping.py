@@ -243,10 +243,8 @@ class EarlyStopping(Callback):
     def stopping_reason(self) -> EarlyStoppingReason:
         """The kind of the reason: Lightning's enumeration."""
         message = self.stopping_reason_message or ""
-        for part, reason in REASONS.items():
-            if part in message:
-                return reason
-        return EarlyStoppingReason.NOT_STOPPED
+        found = (reason for part, reason in REASONS.items() if part in message)
+        return next(found, EarlyStoppingReason.NOT_STOPPED)
 
     def _reason_to_stop(self) -> str | None:
         """Return the reason to stop after the last value; None: there is none."""

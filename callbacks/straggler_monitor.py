@@ -54,15 +54,15 @@ class StepTimes(NamedTuple):
 class StragglerMonitor(Callback):
     """Compare the step times of the processes, and name one that is consistently slower than the others.
 
-    In a step processes wait for each other, so that all their steps take the same time. They differ in the work before
-    the wait: loading data and the forward pass. These times are gathered every `every_n_steps`, in one small exchange;
-    in between nothing is sent, and no device is synchronized. On an accelerator the forward is timed on the device.
-    With fsdp and ZeRO-3 the forward contains waits, too, so that only the data is compared reliably.
+    Processes wait for each other in every step, so their steps take the same time. They differ in the work before the
+    wait: loading data and the forward pass. These times are gathered every `every_n_steps`, in one small exchange;
+    between two exchanges nothing is sent, and no device is synchronized. On an accelerator the forward is timed on the
+    device. With fsdp and ZeRO-3 the forward contains waits, so only the data times can be compared.
 
-    A process is slow when its local work takes more than `factor` times the (lower) median of all, and more than the
-    median by a twentieth of the step. After `patience` slow comparisons in a row one warning names the process, its
-    machine, and whether the data or the forward is slow. At the end of `fit` rank 0 prints the table of the slowest
-    processes. The first step is left out.
+    A process is slow if its local work takes more than `factor` times the (lower) median of all processes, and exceeds
+    the median by a twentieth of the step. After `patience` slow comparisons in a row, one warning names the process,
+    its machine, and the slow part: data or forward. At the end of `fit`, rank 0 prints a table of the slowest
+    processes. The first step does not count.
 
     Args:
         every_n_steps: steps between two comparisons; the end of an epoch brings one, too.

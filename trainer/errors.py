@@ -132,7 +132,7 @@ class MissingPackageError(TrainerError, ImportError):
 
 
 def refuse_other_package(package: ModuleType) -> None:
-    """Raise where the package `trainer` is another one: the user's own, or that of another distribution.
+    """Raise an ImportError if the package `trainer` is the user's own, or another distribution's.
 
     A distribution may be installed over ours, or have gone with it. Called by the command, and by those packages that
     have the name of a module that such a distribution imports first.
@@ -280,7 +280,7 @@ TORCH_ERRORS = {
     ),
     "have the same dtype": (
         "Weights and data differ in dtype: give the data as float32 (batch.float()), or set the dtype of both with "
-        "Trainer(precision=...). Where a layer keeps another dtype (as under 'fsdp', which gathers weights in 16 bits), "
+        "Trainer(precision=...). Where a layer has another dtype (as under 'fsdp', which gathers in 16 bits), "
         "cast its input: x.to(layer.weight.dtype)."
     ),
     "mixed dtype (CPU)": (

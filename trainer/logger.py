@@ -32,7 +32,7 @@ log = logging.getLogger("trainer")
 
 
 class Overridable:
-    """A property that an object may replace by an attribute of its own."""
+    """A property that an instance may replace with an attribute."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -43,9 +43,9 @@ class Overridable:
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's hyperparameters as Lightning's loggers get them: those of the data and the module in one dict.
+    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them.
 
-    A name with two values is `data/name` and `name`, the module's.
+    If both have different values for a name, the data's value is under `data/name`.
     """
     if hyperparameters.keys() != {"module", "data"}:
         return hyperparameters
@@ -66,7 +66,7 @@ class Logger(Callback):
     prefix: str = ""
     """Put before the name of each value, with a "-"."""
     place: LoggerFolder | None = None
-    """The folder of the files, for a logger that writes files of its own. The run sets its number before `setup`."""
+    """The folder of the files, for a logger that writes its own files. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
     _told_media = False
 
@@ -130,7 +130,7 @@ class Logger(Callback):
 
     @Overridable
     def name(self) -> str | None:
-        """The name of the experiment: the folder in which the runs are."""
+        """The name of the experiment: the folder that has the runs."""
         return None if self._trainer is None else self._trainer.run_dir.parent.name
 
     @Overridable
@@ -142,7 +142,7 @@ class Logger(Callback):
 
     @Overridable
     def save_dir(self) -> Any:
-        """The folder in which the folders of experiments are."""
+        """The folder that has the experiments' folders."""
         return None if self._trainer is None else str(self._trainer.settings.root)
 
     @Overridable
@@ -161,7 +161,7 @@ class Logger(Callback):
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes: rank 0, unless it starts a run again that has ended, and is to stay as it is."""
+        """Whether this process writes: rank 0, unless it restarts a run that has ended, which stays unchanged."""
         trainer = self._trainer
         return detect_environment().rank == 0 if trainer is None else trainer.is_global_zero and not trainer.run.is_over
 
@@ -253,7 +253,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 class LogFile:
-    """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
+    """The file of a log. Contents that cannot be written (disk full) are kept in memory and written later."""
 
     has: ClassVar[str] = "its points"
     """Its contents, for messages."""
@@ -416,14 +416,14 @@ class FileLogger(FolderLogger):
 class Tracker(Logger):
     """A logger whose values go to the client of a tracker: a service, or a store that others read.
 
-    A subclass defines `open`, `send_metrics`, and what else its tracker has. `open` is called before the first step, so
-    that a mistake ends the run there; all `send_` methods are called by a thread of their own, in order, so that
-    a slow client delays no step, and what they raise is logged and ends no training. A resumed run continues the
-    same run of the tracker, and sends again what was logged before its checkpoint and not sent when the process ended.
+    A subclass defines `open`, `send_metrics`, and the other methods that its tracker supports. `open` is called before
+    the first step, so that a mistake ends the run there. A separate thread calls all `send_` methods, in order, so that
+    a slow client delays no step; their errors are logged and never end a training. A resumed run continues the same run
+    of the tracker, and sends again the values logged before its checkpoint that were not sent when the process ended.
     """
 
     log_model: bool | Literal["all"] = False
-    """Send checkpoints: the best and the last one at the end of training (True), or each as it is written ("all")."""
+    """Send checkpoints: the best and the last one at the end of training (True), or each when it is written ("all")."""
     given_run_id: str | None = None
     """The run that the user wants to continue, also in a second `fit`; None: a new one for each, unless resumed."""
     seconds_at_end: float = 60.0
@@ -464,7 +464,7 @@ class Tracker(Logger):
         super().log_media(key, media, step)
 
     def send_checkpoint(self, folder: Path, name: str, aliases: list[str]) -> None:
-        """Send the files of a checkpoint, which stay as they are until this returns."""
+        """Send the files of a checkpoint, which stay unchanged until this returns."""
 
     def finish(self, failed: bool) -> None:
         """Tell the tracker that a stage has ended. Called in the training thread, after the last call is done."""
@@ -610,7 +610,7 @@ SENDING = ".sending-"
 
 
 def linked_copy(folder: Path, parent: Path) -> Path:
-    """Return a new folder in `parent` with hard links to the files of a folder, or copies where there are no links."""
+    """Return a new folder in `parent` with hard links to the files of a folder, or copies if there are none."""
     copy = Path(tempfile.mkdtemp(prefix=SENDING, dir=parent))
 
     def link_or_copy(one: str, other: str) -> None:

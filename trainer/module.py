@@ -75,7 +75,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     """For `fit(weights=)`: regular expressions for names of pretrained weights -> their replacements, as in
     transformers' `from_pretrained(key_mapping=)`."""
     strict_loading: bool = True
-    """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
+    """With False, weights that a checkpoint lacks stay unchanged, and weights that the module lacks are left out."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
     _wrapped_for: type | None = None
@@ -111,10 +111,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch of `trainer.test`; the arguments are those of `validation_step`."""
+        """Evaluate one batch of `trainer.test`; the arguments are as in `validation_step`."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return predictions for one batch, by default `self(batch)`; the arguments are those of `validation_step`."""
+        """Return predictions for one batch, by default `self(batch)`; the arguments are as in `validation_step`."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     def configure_optimizers(self) -> Any:
@@ -179,7 +179,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on `device`; override for batches of your own types.
+        """Return the batch on `device`; override this for your own batch types.
 
         The default moves the tensors in nested containers.
         """
@@ -212,10 +212,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             value: a number, a tensor of one element, or a `torchmetrics.Metric`.
             prog_bar: show the value in the progress bar.
             logger: send the value to the loggers.
-            on_step: log the value of single steps, every `log_every_n_steps`: the latest since the last time. Default:
-                in training, unless an epoch hook is running, or `value` is a metric that was only updated.
-            on_epoch: log the reduction over the epoch. Default: where `on_step` is not the default. With `on_step` and
-                `on_epoch` the names are `name_step` and `name_epoch`.
+            on_step: log the latest single step's value, every `log_every_n_steps`. Default: True in training, except in
+                epoch hooks and for a metric that was only updated.
+            on_epoch: log the reduction over the epoch. Default: True wherever `on_step` is False by default. With both,
+                the names are `name_step` and `name_epoch`.
             reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max", or torch's
                 function of that name.
             enable_graph, sync_dist, sync_dist_group, metric_attribute: no effect: values are kept without their graph,
@@ -223,12 +223,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             add_dataloader_idx: with several evaluation loaders, log "name/loader" for each, and "name" over all of
                 them. False: "name" only.
             rank_zero_only: record the value of rank 0 only.
-            batch_size: number of samples that `value` is a mean over. Default: `num_items` of this batch, by which its
-                loss counts; else its samples, as the DataLoader says; else the first dimension of its tensors.
+            batch_size: number of samples that `value` is a mean over. Default: `num_items` of this batch, or else the
+                DataLoader's number of samples, or else the first dimension of the batch's tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
 
         Raises:
-            ConfigError: the name or the value cannot be logged, or there is no run.
+            ConfigError: the name or the value cannot be logged, or nothing is running.
         """
         if rank_zero_only and self.trainer.rank:
             return
@@ -313,7 +313,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     # -- one step, to override -----------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients. An override is called in place of `loss.backward()`, with the loss as it is scaled."""
+        """Compute the gradients. An override replaces `loss.backward()` and gets the scaled loss."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -385,14 +385,14 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
                 or a run directory, for its last one.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
-            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.
             weights_only: no effect: no checkpoint contains code.
             strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
             ConfigError: `map_location` names no device of this machine; or `strict` contradicts `strict_loading`.
-            CheckpointError: there is no valid checkpoint at `checkpoint_path`, or its weights do not fit.
+            CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(checkpoint_path))
@@ -426,10 +426,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add data of your own to `checkpoint`, which is about to be written, or rehearsed before the first step."""
+        """Add your own data to `checkpoint` before it is written, or rehearsed before the first step."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read data of your own from `checkpoint`, before the weights are loaded."""
+        """Read your own data from `checkpoint`, before the weights are loaded."""
 
     # -- hooks; the top of trainer/callback.py shows when each is called -----------------------------------------------
 
@@ -486,12 +486,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Args:
             group: the process group; None: all.
-            sync_grads: let gradients through, which are added up over the processes.
-            check: compare the place of the call, the keys, shapes and dtypes, and the position in the data between the
-                processes first, on the host, if `group` is None. False saves the exchange, about a millisecond.
+            sync_grads: propagate gradients, summed over the processes.
+            check: if `group` is None, first compare the place of the call, the keys, shapes and dtypes, and the
+                position in the data between the processes, on the host. False saves about a millisecond.
 
         Raises:
-            ConfigError: they differ, or a process has gone on without this call.
+            ConfigError: the processes differ, or one of them has continued without this call.
         """
         if self.trainer.world_size == 1:
             return data
@@ -503,7 +503,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         """Return the tensors in `data` (nested) of all processes, joined along their first dimension in rank order.
 
         The lengths of that dimension may differ. A process without a tensor gives None in its place. On one process
-        `data` is returned unchanged. Collective. `sync_grads` and `check` are those of `all_gather`.
+        `data` is returned unchanged. Collective. `sync_grads` and `check` are as in `all_gather`.
         """
         self.trainer.run.begin_call("self.gather_uneven", None, check)
         return gather_uneven(data, self.device, self.trainer.strategy.processes, sync_grads)
@@ -529,7 +529,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             kwargs: of `torch.onnx.export`.
 
         Raises:
-            ConfigError: there is no sample.
+            ConfigError: no inputs are given.
         """
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,13 +43,12 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise `ConfigError` for a complex number, and for a tensor of which this process holds a part."""
+    """Raise `ConfigError` for a complex number and for a sharded tensor."""
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
     if hasattr(value, "full_tensor"):
         raise ConfigError(
-            f"self.log({name!r}) got a {type(value).__name__}, of which this process holds a part: log "
-            "value.full_tensor(), and call that on all processes."
+            f"self.log({name!r}) got a sharded {type(value).__name__}: log value.full_tensor(), on all processes."
         )
 
 
@@ -58,11 +58,9 @@ def as_number(name: str, value: Any) -> float:
     Raises:
         ConfigError: `value` is not a number.
     """
-    try:
+    with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)):
             return float(value)
-    except (TypeError, ValueError):
-        pass
     raise ConfigError(
         f"self.log({name!r}) got a {type(value).__name__}: give a number, a tensor with one element, or a "
         "torchmetrics.Metric object; for a dict of values or a MetricCollection use self.log_dict."
