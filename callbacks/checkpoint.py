@@ -96,19 +96,9 @@ class ModelCheckpoint(Checkpoint):
     """
 
     agree_on = (
-        "monitor",
-        "mode",
-        "save_top_k",
-        "save_last",
-        "every_n_train_steps",
-        "every_n_epochs",
-        "seconds",
-        "async_save",
-        "on_write_error",
-        "names_in_filename",
-        "trainable_only",
-        "save_on_train_epoch_end",
-        "save_weights_only",
+        *("monitor", "mode", "save_top_k", "save_last", "every_n_train_steps", "every_n_epochs", "seconds"),
+        *("async_save", "on_write_error", "names_in_filename"),
+        *("trainable_only", "save_on_train_epoch_end", "save_weights_only"),
     )
 
     def __init__(

@@ -83,15 +83,8 @@ class EarlyStopping(Callback):
     runs_last: ClassVar[bool] = True
     stops_early = True
     agree_on = (
-        "monitor",
-        "min_delta",
-        "patience",
-        "mode",
-        "strict",
-        "check_finite",
-        "stopping_threshold",
-        "divergence_threshold",
-        "check_on_train_epoch_end",
+        *("monitor", "min_delta", "patience", "mode", "strict", "check_finite"),
+        *("stopping_threshold", "divergence_threshold", "check_on_train_epoch_end"),
     )
 
     def __init__(

@@ -21,14 +21,17 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
+from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
 
 if TYPE_CHECKING:
-    from trainer.metrics.logger_folder import LoggerFolder
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+RUN_DIRECTORY = LoggerFolder("", None)
+"""The folder of loggers that have no `place`."""
 
 
 class Overridable:
@@ -131,29 +134,31 @@ class Logger(Callback):
     @Overridable
     def name(self) -> str | None:
         """The name of the experiment: the folder that has the runs."""
-        return None if self._trainer is None else self._trainer.run_dir.parent.name
+        return self._folders.name_in(self._run_dir)
 
     @Overridable
     def version(self) -> int | str | None:
         """The name or number of the run."""
-        folder = "" if self._trainer is None else self._trainer.run_dir.name
-        number = folder.removeprefix("version_")
-        return int(number) if number != folder and number.isdecimal() else folder or None
+        return self._folders.version_in(self._run_dir)
 
     @Overridable
     def save_dir(self) -> Any:
         """The folder that has the experiments' folders."""
-        return None if self._trainer is None else str(self._trainer.settings.root)
+        return self._folders.save_dir(self._run_dir)
 
     @Overridable
     def root_dir(self) -> Any:
         """The folder of the experiment."""
-        return None if self._trainer is None else str(self._trainer.run_dir.parent)
+        return self._folders.root_dir(self._run_dir)
 
     @Overridable
     def log_dir(self) -> Any:
         """The folder of the run."""
-        return None if self._trainer is None else str(self._trainer.run_dir)
+        return self._folders.log_dir(self._run_dir)
+
+    @property
+    def _folders(self) -> LoggerFolder:
+        return self.place or RUN_DIRECTORY
 
     @property
     def _run_dir(self) -> Path | None:
@@ -303,24 +308,13 @@ class LogFile:
             log.error("%s could not be written until the end: %s kept in memory are lost.", self.path, self.has)
 
 
-class FolderLogger(Logger):
-    """A logger that writes into a folder."""
-
-    place: LoggerFolder
-
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
-
-
-class FileLogger(FolderLogger):
+class FileLogger(Logger):
     """A logger that writes one file, on rank 0; a resumed run continues the file of the run before.
 
     A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
     """
 
+    place: LoggerFolder
     file_name: ClassVar[str]
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""

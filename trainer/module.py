@@ -46,15 +46,8 @@ EXCLUDED_FROM_PICKLE = (
 WITHOUT_TRAINER: Any = SimpleNamespace(loggers=(), rank=0, local_rank=0, global_step=0, current_epoch=0)
 """The properties of a trainer, for a module that no trainer has run."""
 READ_ONLY = (
-    "hparams",
-    "trainer",
-    "device",
-    "dtype",
-    "global_step",
-    "current_epoch",
-    "global_rank",
-    "local_rank",
-    "loggers",
+    *("hparams", "trainer", "device", "dtype", "loggers"),
+    *("global_step", "current_epoch", "global_rank", "local_rank"),
 )
 
 

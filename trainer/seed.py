@@ -12,7 +12,6 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -211,7 +210,9 @@ def _module_with_generator(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     if device.type == "xla":
-        return import_module("torch_xla.core.xla_model")
+        from torch_xla.core import xla_model
+
+        return xla_model
     module = torch.get_device_module(device)
     return module if hasattr(module, "get_rng_state") else None
 

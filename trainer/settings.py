@@ -272,18 +272,10 @@ PROFILERS = {
 }
 """Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
 NONE_IS_DEFAULT = (
-    "precision",
     *_LIMITS,
-    "val_check_interval",
-    "num_sanity_val_steps",
-    "gradient_clip_algorithm",
-    "log_every_n_steps",
-    "logger",
-    "enable_progress_bar",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "default_root_dir",
-    "deterministic",
+    *("precision", "val_check_interval", "num_sanity_val_steps", "gradient_clip_algorithm", "log_every_n_steps"),
+    *("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"),
+    *("default_root_dir", "deterministic"),
 )
 """Arguments with the default None in Lightning: None stands for the default of this class."""
 

@@ -16,17 +16,8 @@ from pathlib import Path
 
 # Never inherited: variables for rank and world size, and those that split its lines of output.
 _DROPPED = (
-    "PYTHONUNBUFFERED",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TRAINER_LAUNCHED",
-    "TRAINER_FAULT",
-    "TRAINER_ATTEMPT",
-    "TRAINER_SOURCE",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TRAINER_LAUNCHED", "TRAINER_FAULT", "TRAINER_ATTEMPT", "TRAINER_SOURCE", "PYTHONUNBUFFERED"),
 )
 
 
