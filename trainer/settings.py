@@ -148,7 +148,7 @@ class Settings:
 
     seed: int | None = argument(
         None,
-        "Seed of everything random: weights, dropout, order of the data. Default: that of seed_everything, or new.",
+        "Seed of everything random: weights, dropout, order of the data. Default: seed_everything's, or a new one.",
         least=0,
     )
     seed_per_sample: bool = argument(
@@ -227,7 +227,7 @@ class Settings:
 
     @property
     def window(self) -> int:
-        """Return the micro-batches of a step with which a run begins; 1 for "auto"."""
+        """Return the micro-batches of a run's first step; 1 for "auto"."""
         return 1 if self.accumulate_grad_batches == "auto" else self.accumulate_grad_batches
 
     @property
@@ -249,7 +249,7 @@ class Settings:
 
     @cached_property
     def root(self) -> Path:
-        """Return `default_root_dir` as an absolute path, which stays that of the first call."""
+        """Return `default_root_dir` as an absolute path, fixed at the first call."""
         return kept_path(self.default_root_dir)
 
     @property
