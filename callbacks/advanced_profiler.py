@@ -71,12 +71,12 @@ class PassThroughProfiler(Profiler):
 class AdvancedProfiler(Profiler):
     """Print, at the end of `fit`, the Python functions that took most time on rank 0, by cProfile. Slows the run down.
 
-    Actions of your own, `with trainer.profiler.profile("name")`, have a table each.
+    Your own actions, `with trainer.profiler.profile("name")`, have separate tables.
 
     Args:
-        dirpath: folder of a file with the tables; None: print them.
-        filename: of that file, without its suffix. Default: "profile".
-        line_count_restriction: functions in a table: a number, or the share of all.
+        dirpath: folder of a file with the tables. Default: print them.
+        filename: name of the file, without its suffix. Default: "profile".
+        line_count_restriction: the number of functions in a table, or their fraction of all functions (float).
     """
 
     def __init__(

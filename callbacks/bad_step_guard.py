@@ -37,11 +37,11 @@ class BadStepGuard(StepGuard):
             but no step is counted, no optimizer or scheduler is stepped, and values that were logged in the step are
             dropped. "rewind": go back to the newest checkpoint whose weights are finite, as if the run were resumed,
             and leave out the batches of the step this time; without a checkpoint yet, skip.
-        z_score: number of standard deviations above the mean of the last losses from which a loss is a spike;
-            deviations below 5 % of the mean count as 5 %. None: no loss is a spike.
-        window: the number of losses of good steps with which a loss is compared, at least 10 of them.
-        max_bad_steps: number of bad steps without progress after which the run ends with an error: without a good
-            step beyond the furthest bad one.
+        z_score: a loss is a spike if it is this many standard deviations above the mean of the last losses. Deviations
+            below 5 % of the mean count as 5 %. None: no loss is a spike.
+        window: the number of good steps whose losses a loss is compared with; comparison starts with 10.
+        max_bad_steps: end the run with an error after more bad steps than this without a good step beyond the furthest
+            bad one.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("action", "z_score", "window", "max_bad_steps")

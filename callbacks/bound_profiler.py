@@ -28,7 +28,7 @@ COMPUTE = "compute"
 COMMUNICATION = "communication"
 IDLE = "idle device"
 MUCH = 0.05
-"""Share of the time by which a process has to exceed the median to count as slow."""
+"""A process is slow if it exceeds the median by more than this share of the time."""
 SLOW_WRITE_S, SLOW_WRITE = 0.5, 100e6
 """Storage is called slow if a checkpoint takes longer, and is written with fewer bytes per second."""
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
@@ -36,7 +36,7 @@ ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
 
 
 @sendable
-class Shares(NamedTuple):
+class TimeShares(NamedTuple):
     """The shares of a process."""
 
     machine: str
@@ -49,15 +49,15 @@ class Shares(NamedTuple):
 class BoundProfiler(Profiler):
     """Print at the end of `fit` what share of the time each part took, which one bounds the run, and what to change.
 
-    The shares of data, callbacks, logging, saving, validation and the hooks of a transfer are those of the full run, by
-    the host's clock. The rest is split into transfer, compute, communication and an idle device as torch.profiler
-    measures them in a few steps; all other steps pay one comparison. On a CPU the rest is compute and communication.
+    The shares of data, callbacks, logging, saving, validation and transfer hooks cover the full run, measured by the
+    host's clock. torch.profiler splits the rest into transfer, compute, communication and an idle device, in a few
+    steps; all other steps pay one comparison. On a CPU the rest is compute and communication.
 
-    Of several processes the shares are those of rank 0, unless it waits for another one: the time that a collective
-    waits for the last process counts as communication of all others, so the process with the least of it bounds all.
+    With several processes the shares are rank 0's, unless rank 0 waits for another process. A wait in a collective
+    counts as communication, so the process with the least communication is the one that the others wait for.
 
-    The printed gain is an upper bound: the speed if the largest share took no time at all. Where computing is the
-    largest, it is that of a fused optimizer: the speed if the updates took no time.
+    The printed gain is an upper bound: the speed if the largest share took no time. If the largest share is compute,
+    it is the gain of a fused optimizer: the speed if the updates took no time.
 
     Args:
         first_step: number of steps before torch.profiler starts.
@@ -93,7 +93,7 @@ class BoundProfiler(Profiler):
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._leave()
-        own = Shares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
+        own = TimeShares(socket.gethostname(), self.shares(trainer.run.times.shares()), self._update_share)
         every = trainer.strategy.processes.all_gather_object(own)
         if not own.parts or not trainer.is_global_zero:
             return
@@ -166,7 +166,7 @@ class BoundProfiler(Profiler):
             CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook, of the callbacks and of the module.',
             LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
             VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
-            SAVING: "ModelCheckpoint(async_save=True) writes while training goes on; or save less often.",
+            SAVING: "ModelCheckpoint(async_save=True) writes while training continues; or save less often.",
             TRANSFER: "DataLoader(pin_memory=True); or send smaller batches: integers, and fewer tensors.",
             COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb. "
             "StragglerMonitor() shows whether processes wait for a slow one.",
@@ -198,14 +198,14 @@ def _at_most(share: float) -> str:
     return f"at most {1 / max(1 - share, 0.01):.3g} times the speed"
 
 
-def slowest(every: Sequence[Shares]) -> int:
+def slowest(every: Sequence[TimeShares]) -> int:
     """Return the rank that the others wait for: that with the least communication; 0 if they differ little."""
     waits = [shares.parts.get(COMMUNICATION, 0.0) for shares in every]
     rank = waits.index(min(waits))
     return rank if waits[0] > 2 * waits[rank] and waits[0] > waits[rank] + MUCH else 0
 
 
-def stragglers(every: Sequence[Shares]) -> list[str]:
+def stragglers(every: Sequence[TimeShares]) -> list[str]:
     """Return a line for each process that spends much more time than the others in a part that is not a wait for them.
 
     Args:

@@ -24,11 +24,11 @@ from trainer.checkpoint.left_out import LeftOutError
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
+from trainer.errors import CheckpointError, ConfigError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir
-from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 
@@ -48,28 +48,27 @@ class ModelCheckpoint(Checkpoint):
     The newest checkpoint is always kept (`save_last`) and called "last"; with `monitor` the `save_top_k` best ones are
     kept too, and the best of them is called "best": `fit(..., ckpt_path="last")`, `test(..., ckpt_path="best")`.
 
-    A value belongs to the step it was measured at. A checkpoint that is due at a step whose validation is due too, or
-    whose epoch ends, waits for it; a checkpoint of a step without a value of its own is kept as the newest only. Of
-    equal values the older one is better. If a process ends between the writes of two ModelCheckpoints that are due at
-    one step, the run that is resumed from the first one's writes the second one's when it begins.
+    A value belongs to the step it was measured at. A checkpoint waits for a validation, or an epoch's end, that is due
+    at the same step. A checkpoint of a step without a value is kept only while it is the newest. Ties keep the older
+    checkpoint. If a process ends between the writes of two ModelCheckpoints at one step, the run resumed from the first
+    one's checkpoint begins with the second one's write.
 
-    A checkpoint whose weights or optimizer states are not finite (but for what was not finite when training began) is
-    written with a warning, never becomes "last" or "best", and never takes the place of a finite one; of such
-    checkpoints only one is kept, the newest.
+    If weights or optimizer states are not finite (and were when training began), the checkpoint is written with a
+    warning. It never becomes "last" or "best", and never replaces a finite one; only the newest of them is kept.
 
     Args:
         dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints`
             in the run directory.
         filename: name of a checkpoint; `{epoch}`, `{step}` and logged names are filled in, as in
             "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17"; nan stands for a value not known yet. Default:
-            "{epoch}-{step}". Further ones of the same name get a number. One that takes the place of another of its
-            name replaces it in one step: with `filename="model"` there is always a checkpoint `model`.
+            "{epoch}-{step}". Further checkpoints of the same name get a number. A checkpoint replaces another of its
+            name in one step: with `filename="model"` there is always a checkpoint `model`.
         monitor: logged name that decides which checkpoints are the best, or "epoch" or "step". Default: the newest are.
-        mode: "min" or "max": which value of `monitor` is better. Default: "min"; a name that says that larger is better
+        mode: "min" or "max": which value of `monitor` is better. Default: "min". A name for which larger is better
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
-        save_last: keep the newest one, whatever its value; None: the same as True, and so is "link": "last" is a
-            pointer in either case.
+        save_last: keep the newest one, whatever its value. None and "link" are the same as True: "last" is always a
+            pointer.
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
@@ -78,38 +77,28 @@ class ModelCheckpoint(Checkpoint):
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full, network down) ends the run; "warn":
-            training goes on, the previous checkpoint stays, and the log says so. If the last weights cannot be saved
-            either, the end of training raises WriteError, so that the process does not exit with 0.
-        save_on_exception: write one when an error ends the run; with a single process only, since others could be
-            anywhere. A resume from it is not exact when the error came from inside a step, or from between its batches:
-            the step has drawn random numbers, and BatchNorm has counted its batches, which come again.
-        save_weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
+            training continues, the previous checkpoint stays, and an error is logged. If the last weights cannot be
+            saved either, the end of training raises WriteError, so that the process does not exit with 0.
+        save_on_exception: write one when an error ends the run, on a single process only. A resume from it is not exact
+            if the error came from inside a step: the step has drawn random numbers and updated BatchNorms, and its
+            batches come again.
+        save_weights_only: leave out the state of optimizers and schedulers; training cannot continue from it.
         save_on_train_epoch_end: with `every_n_epochs`: True: only where epochs end, not after validations inside them;
             False: only after validations. Default: both.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: print the path of each checkpoint written.
-        trainable_only: hold only the weights that train, such as LoRA's adapters, those that have changed since
-            training began, such as a teacher that follows the model, and buffers. Loading needs the same base model
-            in the module, which is checked.
+        trainable_only: hold only buffers and the weights that train (such as LoRA's adapters) or have changed since
+            training began (such as a teacher that follows the model). Loading checks that the module has the same base
+            weights.
 
     Raises:
         ConfigError: the arguments contradict each other.
     """
 
     agree_on = (
-        "monitor",
-        "mode",
-        "save_top_k",
-        "save_last",
-        "every_n_train_steps",
-        "every_n_epochs",
-        "seconds",
-        "async_save",
-        "on_write_error",
-        "names_in_filename",
-        "trainable_only",
-        "save_on_train_epoch_end",
-        "save_weights_only",
+        *("monitor", "mode", "save_top_k", "save_last", "every_n_train_steps", "every_n_epochs", "seconds"),
+        *("async_save", "on_write_error", "names_in_filename"),
+        *("trainable_only", "save_on_train_epoch_end", "save_weights_only"),
     )
 
     def __init__(
@@ -134,8 +123,12 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: bool = False,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = _problems(monitor, mode, save_top_k, triggers)
-        raise_problems([*problems, *template_problems(filename)], "ModelCheckpoint's arguments")
+        problems = template_problems(filename)
+        if sum(trigger not in (None, 0) for trigger in triggers) > 1:
+            problems.append("give one of every_n_train_steps, every_n_epochs, train_time_interval to a callback.")
+        if monitor is None and save_top_k > 1 and mode is not None:
+            problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
+        raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
@@ -168,23 +161,22 @@ class ModelCheckpoint(Checkpoint):
         self._frozen = FrozenWeights()
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
-        """The checkpoint from which this run was resumed, if that is in another folder."""
+        """The checkpoint that this run was resumed from, if it is in another folder."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""
         self._restored_best: tuple[str | None, float | None] = (None, None)
         """The name and value of the best checkpoint in the restored state."""
         self._restored_step = math.inf
-        """The step of the checkpoint from which the run goes on."""
+        """The step of the checkpoint that the run was resumed from."""
         self._same_run = False
-        """True if the run goes on in the run directory of that checkpoint."""
+        """True if the run continues in the run directory of that checkpoint."""
         self._saved_place: tuple[int, int] | None = None
-        """The place in its step at which the newest one was written, if there is one."""
+        """`_place` at the newest write; None before."""
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
         self._step_of_due = -1
-        """The last step for which one was written inside an epoch: the epoch may have ended there, of data without a
-        length."""
+        """The last step with a checkpoint inside an epoch; the epoch may have ended there, if its length is unknown."""
         self._error: CheckpointError | None = None
         """An error of the writer that the other processes do not know of yet."""
         self._unsaved: CheckpointError | None = None
@@ -221,9 +213,9 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, by `monitor`; without it the newest. Empty before the first, and with `save_top_k=0`.
+        """The best checkpoint by `monitor`, or the newest without it. Empty before the first, and with `save_top_k=0`.
 
-        In a run resumed into another folder that of the former run, until this one has its own.
+        A run resumed into another folder has the former run's best checkpoint until it writes one.
         """
         if self.monitor is None:
             return self.last_model_path if self.save_top_k else ""
@@ -351,10 +343,10 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
         saved = self._checkpoints.listed.step == trainer.global_step
-        # That of this step may be from before the validation by which a callback stopped the run.
+        # This step's checkpoint may be older than the validation after which a callback stopped the run.
         before = trainer.stop_reason is not None and self._saved_place not in (None, _place(trainer.progress))
-        there = saved and not self.kept  # in the folder of a former run
-        if trainer.global_step > 0 and (self.save_last or self.save_top_k) and not there:
+        in_former_run = saved and not self.kept
+        if trainer.global_step > 0 and (self.save_last or self.save_top_k) and not in_former_run:
             self._unsaved = None
             self._save(trainer, renew=before)
             self._finish_write(trainer)
@@ -437,7 +429,7 @@ class ModelCheckpoint(Checkpoint):
         return trainer.progress.batch == trainer.num_training_batches
 
     def _is_owed(self, trainer: Trainer) -> bool:
-        """Whether a checkpoint was due after the hook in which another callback wrote the one that was resumed from.
+        """Whether a checkpoint was due at the step that was resumed from, which another callback has written.
 
         The process may have ended between the two writes, as in tests/helpers/programs/several_runs.py. The hooks of
         that step are not called again.
@@ -461,22 +453,17 @@ class ModelCheckpoint(Checkpoint):
         return is_up
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
-        problems = []
-        for name in (self.monitor, *self.names_in_filename):
-            if name in (None, "epoch", "step") or not missing(name):
-                continue
-            problems.append(
-                f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r}): {name!r} was not logged."
-                f"{did_you_mean(name, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}."
-            )
-        return problems
+        names = {self.monitor or "step", *self.names_in_filename} - {"epoch", "step"}
+        owner = f"ModelCheckpoint(monitor={self.monitor!r}, filename={self.filename!r})"
+        return [not_logged(owner, name, logged) for name in sorted(names) if missing(name)]
 
     # -- saving, in running order --------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, renew: bool = False) -> None:
-        """Write a checkpoint, then delete those no longer kept; nothing if that of this step has its value already.
+        """Write a checkpoint, then delete those no longer kept; do nothing if this step's checkpoint has its value.
 
-        With `renew` that of this step is replaced also then: the epoch's values have come since.
+        Args:
+            renew: replace this step's checkpoint all the same, because the epoch's values have come since.
         """
         if trainer.run.is_over:
             return
@@ -522,7 +509,7 @@ class ModelCheckpoint(Checkpoint):
         if measured is None or measured.step != run.progress.step:
             return None
         if measured.kind == "interim" and self.every_n_epochs is not None:
-            return None  # a batch's value is no match for the means of epochs
+            return None  # a batch's value cannot be compared with means of epochs
         return measured.value
 
     def _decide(
@@ -604,7 +591,7 @@ class ModelCheckpoint(Checkpoint):
     def _report(self, error: CheckpointError) -> None:
         if self.on_write_error == "warn":
             log.error(
-                "SAVING A CHECKPOINT HAS FAILED, and training goes on (on_write_error='warn'): %s %s",
+                "SAVING A CHECKPOINT HAS FAILED, and training continues (on_write_error='warn'): %s %s",
                 _sentence(error),
                 self._checkpoints.words_of_the_former(),
             )
@@ -629,22 +616,6 @@ def _sentence(error: CheckpointError) -> str:
 def _place(progress: Progress) -> tuple[int, int]:
     """Return the step of the last validation, and the epochs that have ended."""
     return progress.validated_step, progress.epoch + progress.epoch_ended
-
-
-def _problems(
-    monitor: str | None,
-    mode: str | None,
-    save_top_k: int,
-    triggers: Collection[Any],
-) -> list[str]:
-    problems = []
-    if sum(trigger not in (None, 0) for trigger in triggers) > 1:
-        problems.append(
-            "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
-        )
-    if monitor is None and save_top_k > 1 and mode is not None:
-        problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
-    return problems
 
 
 def _as_tensor(value: float | None) -> torch.Tensor | None:

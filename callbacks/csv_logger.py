@@ -21,17 +21,16 @@ Row = dict[str, str]
 class CSVLogger(FileLogger):
     """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
-    All values logged at one step go into one row, after the step and its epoch; a second value of a name, such as that
-    of a validation, goes into a second row of the step. What `validate` and `test` log outside of a training is in rows
-    apart from those of the training and of earlier evaluations. A new name adds a column to all rows. A resumed run
-    continues the file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file
-    cannot be written (disk full), a warning says so once, and the rows are kept in memory until it can be.
+    All values logged at one step go into one row, after the step and its epoch. A second value of the same name goes
+    into a second row of the step. `validate` and `test` write separate rows for each call. A new name adds a column to
+    all rows. A resumed run continues the file, without the rows logged after its checkpoint. Numbers keep all their
+    digits. If the file cannot be written (disk full), one warning is logged, and the rows stay in memory until it can.
 
     Args:
-        save_dir: folder of the files. Default: the run directory. A folder in which another run has
-            left its file is not used: the new run writes into `version_1` in it, and so on.
-        name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` where `name` is given: that of the run directory, or the next that no other run has.
+        save_dir: folder of the files. Default: the run directory. If another run has left its file in the folder, the
+            new run writes into its subfolder `version_1`, and so on.
+        name, version: a subfolder `name/version`, as in Lightning; the version n is the folder `version_n`. Default of
+            `version` where `name` is given: the run directory's version, or the next that no other run has.
         prefix: put before all names, with a "-".
         flush_logs_every_n_steps: write after so many steps; None: by time.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
@@ -94,12 +93,11 @@ class CSVLogger(FileLogger):
         if self._trainer is not None and step > file.step:
             cells = {"epoch": str(self._trainer.progress.epoch_of_step), **cells}
         file.put(step, cells)
-        every = self.flush_logs_every_n_steps
-        if every is not None and step % every == 0:
+        if self.flush_logs_every_n_steps is not None and step % self.flush_logs_every_n_steps == 0:
             self.flush()
         self.write_if_due()
 
-    def open(self, continue_from: int | None) -> _File:
+    def open(self, continue_from: int | None) -> _CsvFile:
         path = self.path
         assert path is not None
         columns, rows = _parse(path, self.earlier_lines())
@@ -110,10 +108,10 @@ class CSVLogger(FileLogger):
             if newest := self._resumed.get("rows"):
                 # As they were then: cells that came later come again.
                 rows = [*(one for one in rows if one[0] < last), *((last, row) for row in newest)]
-        return _File(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")
+        return _CsvFile(path, columns, rows, closes=self._trainer is not None and self._trainer.stage != "fit")
 
 
-class _File(LogFile):
+class _CsvFile(LogFile):
     """A CSV file whose rows of the last step can still change, unless it `closes` those that are there."""
 
     has = "the rows"
@@ -155,7 +153,7 @@ class _File(LogFile):
             self._final.clear()
 
     def _take_back(self) -> None:
-        """Have all rows before the last step in memory, with the cells to add, to write the file anew."""
+        """Have all rows before the last step in memory, with the cells to add, to write the file again."""
         lines = io.BytesIO(b"".join(complete_lines(self.path))[: self._end]).readlines()
         rows: dict[int, list[Row]] = {}
         for step, row in (*_parse(self.path, lines)[1], *self._final):
@@ -171,7 +169,7 @@ class _File(LogFile):
 
 
 def _place(rows: list[Row], cells: Row) -> None:
-    """Add cells to the first row of a step that has no other values of these names, or in a row of their own."""
+    """Add cells to the first row of a step without other values of these names, or in a new row."""
     for row in rows:
         if all(row.get(name, cell) == cell for name, cell in cells.items()):
             row.update(cells)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class DeviceStatsMonitor(Callback):
     """Log statistics of each process's device every `log_every_n_steps`, before and after a step, and in evaluations.
 
-    On an accelerator those of its allocator, such as `allocated_bytes.all.peak`, as means over the processes; of the
-    CPU `cpu_percent`, `cpu_vm_percent` and `cpu_swap_percent` (by psutil). The names begin with the hook, as in
-    `DeviceStatsMonitor.on_train_batch_end/cpu_percent`. No value is read from a device.
+    On an accelerator: allocator statistics such as `allocated_bytes.all.peak`, averaged over the processes. On a CPU:
+    `cpu_percent`, `cpu_vm_percent` and `cpu_swap_percent`, in percent, measured by psutil. The names begin with the
+    hook, as in `DeviceStatsMonitor.on_train_batch_end/cpu_percent`. No value is read from a device.
 
     Args:
-        cpu_stats: log those of the CPU; None: if it is the device of the run.
+        cpu_stats: log the CPU's statistics. Default: only if the run's device is a CPU.
 
     Raises:
         MissingPackageError: at the start of a run, when psutil is needed and not installed.
@@ -57,19 +57,9 @@ class DeviceStatsMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx == 0:
-            self._log(trainer, "on_validation_batch_end")
+            self._log(trainer, "on_test_batch_end" if trainer.testing else "on_validation_batch_end")
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if batch_idx == 0:
-            self._log(trainer, "on_test_batch_end")
+    on_test_batch_end = on_validation_batch_end
 
     def _includes_cpu(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats

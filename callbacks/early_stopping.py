@@ -13,8 +13,7 @@ import torch
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.errors import did_you_mean
-from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 
 if TYPE_CHECKING:
@@ -58,39 +57,34 @@ REASONS = {
 class EarlyStopping(Callback):
     """Stop the run when `monitor` has not improved in `patience` checks.
 
-    There is one check after each validation; where the value is known only when the training epoch has ended, as the
-    mean of a training metric is, or there is no validation, one after each training epoch. Each value is checked once.
+    The value is checked after each validation. It is checked after each training epoch if it is known only then (such
+    as the mean of a training metric), or if the run does not validate. Each value is checked once.
 
     Args:
         monitor: name of a logged value.
-        min_delta: a change of this much or less is no improvement. Below 0: one that is worse by less is one, too.
+        min_delta: the smallest change that counts as an improvement is larger than this. If negative, a value that is
+            worse by less counts, too.
         patience: checks in a row without improvement before the stop.
-        mode: "min" or "max": which values are better. Default: "min"; a name that says that larger is better (acc, f1,
-            ...) needs "max".
-        strict: raise when `monitor` was not logged; otherwise such a check is skipped, with one warning.
+        mode: "min" or "max": which values are better. Default: "min". A name for which larger is better (acc, f1, ...)
+            needs "max".
+        strict: raise an error when `monitor` was not logged. If False, skip such a check, with one warning.
         check_finite: stop when the value is NaN or infinite.
         stopping_threshold: stop when the value is better than this.
         divergence_threshold: stop when the value is worse than this.
         verbose: print each value that is checked.
-        log_rank_zero_only: no effect: what is printed comes from rank 0.
-        check_on_train_epoch_end: True: check after training epochs only; False: after validations only; None: as above.
+        log_rank_zero_only: no effect: only rank 0 prints.
+        check_on_train_epoch_end: True: check after training epochs only; False: after validations only. Default: as
+            described above.
 
     Raises:
-        ConfigError: an argument makes no sense; or, at the first check, `monitor` is not among the values logged.
+        ConfigError: an argument is not valid; or, at the first check, `monitor` was not logged.
     """
 
     runs_last: ClassVar[bool] = True
     stops_early = True
     agree_on = (
-        "monitor",
-        "min_delta",
-        "patience",
-        "mode",
-        "strict",
-        "check_finite",
-        "stopping_threshold",
-        "divergence_threshold",
-        "check_on_train_epoch_end",
+        *("monitor", "min_delta", "patience", "mode", "strict", "check_finite"),
+        *("stopping_threshold", "divergence_threshold", "check_on_train_epoch_end"),
     )
 
     def __init__(
@@ -126,7 +120,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         """The epoch in which training was stopped; 0 before."""
         self.stopping_reason_message: str | None = None
-        """The reason, in words."""
+        """The reason for the stop, as a sentence; None before."""
         self.wait_count = 0
         """Checks in a row without improvement."""
         self._checked_at = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
@@ -174,7 +168,7 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same settings."""
         earlier = None if self.stopping_reason_message is None else self.stopped_epoch
-        if trainer.run.clock.postponed_stop is None:  # the run goes on: a reason of its checkpoint holds no longer
+        if trainer.run.clock.postponed_stop is None:  # the run continues: the reason in its checkpoint is outdated
             self.stopping_reason_message, self.stopped_epoch = None, 0
         if self.reason_to_stop() is not None:
             self._stop_if_due(trainer)
@@ -197,7 +191,7 @@ class EarlyStopping(Callback):
                 refuse_missing_monitors(trainer.run)
             elif not self._warned and not trainer.run.is_to_come(self.monitor):
                 self._warned = True
-                log.warning("%s This check is left out, because strict=False.", self._message(logged))
+                log.warning("%s This check is skipped (strict=False).", not_logged(self._owner, self.monitor, logged))
         elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):
             self._checked_at, self._value_step = checked_at, measured.step
             self._take(measured.value)
@@ -206,14 +200,11 @@ class EarlyStopping(Callback):
             self._stop_if_due(trainer)
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
-        return [self._message(logged)] if self.strict and missing(self.monitor) else []
+        return [not_logged(self._owner, self.monitor, logged)] if self.strict and missing(self.monitor) else []
 
-    def _message(self, logged: Collection[str]) -> str:
-        return (
-            f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged."
-            f"{did_you_mean(self.monitor, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}. "
-            f"Log it with self.log({self.monitor!r}, ...), or change monitor."
-        )
+    @property
+    def _owner(self) -> str:
+        return f"EarlyStopping(monitor={self.monitor!r})"
 
     def _take(self, score: float) -> None:
         self.last_score = score
@@ -225,7 +216,7 @@ class EarlyStopping(Callback):
             self.wait_count += 1
 
     def _is_better(self, score: float, than: float, by: float = 0.0) -> bool:
-        """Compare as Lightning does, in the dtype of logged values: from 0.5 to 0.6 is no more than 0.1."""
+        """Compare as Lightning does, in the dtype of logged values: there, 0.6 is not more than 0.1 above 0.5."""
         value, other = torch.tensor(score, device="cpu"), torch.tensor(than, device="cpu")
         return bool(value + by < other if self.mode == "min" else value - by > other)
 
@@ -245,10 +236,8 @@ class EarlyStopping(Callback):
     def stopping_reason(self) -> EarlyStoppingReason:
         """The kind of the reason: Lightning's enumeration."""
         message = self.stopping_reason_message or ""
-        for part, reason in REASONS.items():
-            if part in message:
-                return reason
-        return EarlyStoppingReason.NOT_STOPPED
+        found = (reason for part, reason in REASONS.items() if part in message)
+        return next(found, EarlyStoppingReason.NOT_STOPPED)
 
     def _reason_to_stop(self) -> str | None:
         """Return the reason to stop after the last value; None: there is none."""

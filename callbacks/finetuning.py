@@ -33,12 +33,12 @@ def multiplicative(epoch: int) -> float:
 class BaseFinetuning(AddsGroups):
     """Base of callbacks that freeze parameters before training and unfreeze them at the start of an epoch.
 
-    Override `freeze_before_training` and `finetune_function`. `configure_optimizers` gives the optimizer what
-    trains at the start, `[p for p in self.parameters() if p.requires_grad]`; `unfreeze_and_add_param_group` adds the
-    rest. A resumed run has the same groups and the same frozen parameters. Schedulers that compute a rate for each
-    group that they know, such as LambdaLR, do not change the rates of groups that are added.
+    Override `freeze_before_training` and `finetune_function`. Give the optimizer the parameters that train at the
+    start, `[p for p in self.parameters() if p.requires_grad]`; `unfreeze_and_add_param_group` adds the others later. A
+    resumed run has the same groups and the same frozen parameters. Schedulers with a rate for each group, such as
+    LambdaLR, leave the rates of added groups unchanged.
 
-    Not with DeepSpeed, which flattens the parameters that train at the start.
+    Not supported with DeepSpeed, which flattens the parameters that train at the start.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ()
@@ -60,7 +60,7 @@ class BaseFinetuning(AddsGroups):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the submodules that have no children or parameters of their own."""
+        """Return the submodules without children, and those that hold parameters themselves."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
@@ -71,7 +71,7 @@ class BaseFinetuning(AddsGroups):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that require a gradient (or do not), by default those of BatchNorms too."""
+        """Yield the parameters that require a gradient (or do not); leave out BatchNorms unless `train_bn`."""
         for one in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(one, _BatchNorm):
                 yield from (p for p in one.parameters(recurse=False) if p.requires_grad == requires_grad)
@@ -95,7 +95,7 @@ class BaseFinetuning(AddsGroups):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters; with `train_bn` those of BatchNorms train on."""
+        """Freeze all parameters; with `train_bn` BatchNorms continue to train."""
         for one in BaseFinetuning.flatten_modules(modules):
             if train_bn and isinstance(one, _BatchNorm):
                 BaseFinetuning.make_trainable(one)
@@ -128,7 +128,7 @@ class BaseFinetuning(AddsGroups):
         """Unfreeze modules, and add their parameters to the optimizer as a group.
 
         Args:
-            lr: the learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
+            lr: the learning rate of the group. Default: the first group's rate divided by `initial_denom_lr`.
             train_bn: add the parameters of BatchNorms, too.
         """
         trained = {id(one) for one in BaseFinetuning.filter_params(modules, requires_grad=True)}
@@ -165,15 +165,16 @@ class BaseFinetuning(AddsGroups):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train `module.backbone` from an epoch on, with a learning rate of its own that grows to that of the rest.
+    """Freeze `module.backbone` until an epoch, then train it with a separate learning rate that grows to the others'.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, counted from 0, from which on the backbone trains.
-        lambda_func: of an epoch's number plus one: the factor by which the backbone's rate grows in each later epoch.
-        backbone_initial_ratio_lr: the backbone's first rate, as a part of that of the first group.
-        backbone_initial_lr: the first rate itself; None: by the ratio.
-        should_align: never go beyond the rate of the first group.
-        initial_denom_lr: not used: the first rate is always known. Lightning's argument.
+        unfreeze_backbone_at_epoch: the first epoch, counted from 0, in which the backbone trains.
+        lambda_func: function of an epoch's number plus one; returns the factor that multiplies the backbone's learning
+            rate in each later epoch.
+        backbone_initial_ratio_lr: the backbone's first learning rate, as a fraction of the first group's rate.
+        backbone_initial_lr: the backbone's first learning rate. Default: given by the ratio.
+        should_align: limit the backbone's learning rate to the first group's rate.
+        initial_denom_lr: no effect.
         train_bn: add the parameters of BatchNorms to the optimizer, too.
         verbose: log the rates in each epoch.
         rounding: digits in those messages.

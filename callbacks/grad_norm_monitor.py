@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 class GradNormMonitor(Callback):
     """Log the global norm of the gradients before clipping, and the norms of the weights and of their last update.
 
-    `grad_norm` is logged in every step. Where the trainer clips by norm, it is the norm that clipping has found; under
-    DeepSpeed that of the engine; elsewhere it takes a pass over the gradients. With several optimizers it is that of
-    all gradients of those that stepped, and `grad_norm/<name>` that of each, in its last step of a batch; names are
-    those of `LearningRateMonitor`, which logs the learning rates of the parameter groups.
+    `grad_norm` is logged in every step. It is the norm measured by clipping (or by DeepSpeed's engine), or else takes
+    a pass over the gradients. With several optimizers it covers the gradients of all optimizers that stepped, and
+    `grad_norm/<name>` is each optimizer's norm in its last step of a batch, under the name that `LearningRateMonitor`
+    gives it.
 
-    `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. Under sharding they
-    take a sum over the processes; `update_norm` takes, in such a step, a copy of the weights that this process holds.
+    `weight_norm` and `update_norm` are logged in the first step and every `log_every_n_steps`. In these steps, sharded
+    weights take a sum over the processes, and `update_norm` takes a copy of the weights that this process holds.
 
-    With several parameter groups these steps also have the three norms of each group, named as its learning rate is:
-    `grad_norm/AdamW/pg1`, or with the group's `"name"` `grad_norm/AdamW/body`. DeepSpeed's engine holds the gradients,
-    so that a group has no `grad_norm` there.
+    With several parameter groups these steps also log the three norms of each group, under the name of its learning
+    rate: `grad_norm/AdamW/pg1`, or `grad_norm/AdamW/body` for a group with a `"name"`. DeepSpeed's engine holds the
+    gradients, so its groups have no `grad_norm`.
 
     Args:
         weight_norm: log the norm of the trained parameters after the step.
-        update_norm: log the norm of the difference that the step has made to them.
+        update_norm: log the norm of the change that the step made to them.
     """
 
     agree_on = ("weight_norm", "update_norm")

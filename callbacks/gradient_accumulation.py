@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.arguments import NonNegativeInt, PositiveInt, whole_number
 from trainer.callback import AccumulationSchedule
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
-
-log = logging.getLogger("trainer")
 
 
 class GradientAccumulationScheduler(AccumulationSchedule):
@@ -25,11 +23,18 @@ class GradientAccumulationScheduler(AccumulationSchedule):
 
     Raises:
         ConfigError: an epoch or a number of micro-batches is not a valid integer; the module uses manual
-            optimization; or epoch 0 is scheduled and the trainer's `accumulate_grad_batches` has another value.
+            optimization; or the schedule has epoch 0, and the trainer's `accumulate_grad_batches` differs from it.
     """
 
-    def __init__(self, scheduling: Mapping[int | str, int]) -> None:
-        self.scheduling = _read_schedule(scheduling)
+    def __init__(self, scheduling: Mapping[NonNegativeInt | str, PositiveInt]) -> None:
+        # The keys of a JSON object are strings.
+        epochs: list[Any] = [whole_number(one) if isinstance(one, str) else one for one in scheduling]
+        if not epochs or None in epochs:
+            raise ConfigError(
+                f"GradientAccumulationScheduler got {scheduling!r}: give {{epoch: micro-batches}}, for example "
+                "{0: 8, 4: 1}."
+            )
+        self.scheduling: dict[int, int] = dict(sorted(zip(epochs, scheduling.values(), strict=True)))
 
     def micro_batches(self, epoch: int, otherwise: int) -> int:
         """Return the micro-batches of a window in `epoch`; `otherwise` before the first epoch of the schedule."""
@@ -54,27 +59,17 @@ class GradientAccumulationScheduler(AccumulationSchedule):
             return
         if not pl_module.automatic_optimization:
             raise ConfigError(
-                "GradientAccumulationScheduler has no effect on a module with automatic_optimization = False, which "
-                "decides itself when its optimizers step: remove the callback."
+                "GradientAccumulationScheduler has no effect with automatic_optimization = False: remove the callback."
             )
         constant = trainer.settings.accumulate_grad_batches
         if constant == "auto":
             raise ConfigError(
-                "GradientAccumulationScheduler and accumulate_grad_batches='auto' both say how many micro-batches a "
-                "step has: remove one of them."
+                "GradientAccumulationScheduler and accumulate_grad_batches='auto' both set the window: remove one."
             )
         if 0 in self.scheduling and constant not in (1, self.scheduling[0]):
             raise ConfigError(
                 f"accumulate_grad_batches={constant} and GradientAccumulationScheduler({self.scheduling}) both say how "
                 "the run begins. Remove accumulate_grad_batches, or epoch 0 from the schedule."
-            )
-        first = min(self.scheduling)
-        if first > 0 and constant != 1 and trainer.is_global_zero:
-            log.warning(
-                "accumulate_grad_batches=%d holds until epoch %d, and from there on GradientAccumulationScheduler(%s)",
-                constant,
-                first,
-                self.scheduling,
             )
         self._apply(trainer)
 
@@ -87,17 +82,3 @@ class GradientAccumulationScheduler(AccumulationSchedule):
     def _apply(self, trainer: Trainer) -> None:
         constant = trainer.settings.window
         trainer.accumulate_grad_batches = self.micro_batches(trainer.current_epoch, constant)
-
-
-def _read_schedule(scheduling: Any) -> dict[int, int]:
-    """Return the schedule, sorted. Epochs may be strings of digits, because the keys of a JSON object are."""
-    name = "GradientAccumulationScheduler"
-    if not isinstance(scheduling, Mapping) or not scheduling:
-        raise ConfigError(f"{name} got {scheduling!r}: give {{epoch: micro-batches}}, for example {{0: 8, 4: 1}}.")
-    schedule = {}
-    for epoch, number in scheduling.items():
-        first = int(epoch) if isinstance(epoch, str) and epoch.isdecimal() else epoch
-        if type(first) is not int or first < 0 or type(number) is not int or number < 1:
-            raise ConfigError(f"{name}: {epoch!r}: {number!r}: give an epoch from 0, and micro-batches from 1.")
-        schedule[first] = number
-    return dict(sorted(schedule.items()))

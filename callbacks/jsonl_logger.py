@@ -28,8 +28,8 @@ class JSONLLogger(FileLogger):
     once, and the lines are kept in memory until it can be.
 
     Args:
-        save_dir: folder of the file. Default: the run directory. A folder in which another run has
-            left its file is not used: the new run writes into `version_1` in it, and so on.
+        save_dir: folder of the file. Default: the run directory. If another run has left its file in the folder, the
+            new run writes into its subfolder `version_1`, and so on.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 

@@ -31,8 +31,7 @@ _LARGEST = sys.float_info.max
 class MLFlowLogger(Tracker):
     """Send metrics, media, hyperparameters and checkpoints to MLflow: a server, a folder of files, or a database.
 
-    A resumed training continues its run of MLflow. Steps that it repeats are there once, because values that the
-    store has are not sent again.
+    A resumed training continues its MLflow run. It does not send values again that the store already has.
 
     Args:
         experiment_name: the experiment, which is created if there is none of this name.
@@ -50,7 +49,7 @@ class MLFlowLogger(Tracker):
 
     Raises:
         MissingPackageError: at the start of a run, when mlflow is not installed.
-        ConfigError: there is no such run, or the store cannot be opened.
+        ConfigError: the run does not exist, or the store cannot be opened.
     """
 
     def __init__(

@@ -18,10 +18,10 @@ log = logging.getLogger("trainer")
 
 
 class OnExceptionCheckpoint(Callback):
-    """Write a checkpoint when an error ends `fit`, on one process: with several, the others could be anywhere.
+    """Write a checkpoint when an error ends `fit`, in a run of one process.
 
-    A resume from it is not exact when the error came from inside a step, or from between the batches of one: the step
-    has drawn random numbers, and BatchNorm has counted its batches, which come again.
+    A resume from it is not exact if the error came from inside a step: the step has drawn random numbers and updated
+    BatchNorms, and its batches come again.
 
     Args:
         dirpath: folder or URL of the checkpoint.

@@ -51,9 +51,10 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch's prediction. `batch_indices`: the indices of its samples in the dataset.
+        """Write one batch's prediction.
 
-        Empty if the loader is no plain DataLoader, which alone knows them.
+        Args:
+            batch_indices: the indices of the batch's samples in the dataset; empty unless the loader is a DataLoader.
         """
 
     def write_on_epoch_end(
@@ -95,24 +96,24 @@ class BasePredictionWriter(Callback):
 class PredictionWriter(BasePredictionWriter):
     """Write what `predict_step` returns, batch by batch; memory holds one part at most.
 
-    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
-    `predictions-rank<r>-of-<processes>.json`, with the checkpoint that made them. Files of an earlier prediction in the
-    same folder are replaced. The samples of batch `b` are spread over the processes in the order of ranks, so the order
-    of the data is (loader, batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one
-    model together count as one.
+    Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts with
+    the path of the checkpoint, `predictions-rank<r>-of-<processes>.json`. Files of an earlier prediction in the same
+    folder are replaced. The samples of a batch are spread over the processes in the order of ranks, so the order of the
+    data is (loader, batch, rank, row); `read_predictions` yields the rows in this order. Processes that hold one model
+    together count as one.
 
-    `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
-    "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
+    `predict_step` returns a tensor, or a dict or tuple of tensors, with the batch as first dimension. With "jsonl" it
+    may also return lists with one item per sample, or any other JSON value, which is then one row.
 
     Args:
         dirpath: folder of the files. Default: `predictions` in the run directory.
-        write_interval: "batch": write after every batch; "epoch": keep the predictions in memory (on the CPU) until the
-            last batch.
+        write_interval: "batch": write after every batch; "epoch": keep the predictions in CPU memory until the last
+            batch.
         format: "safetensors" or "jsonl".
-        max_shard_size: bytes after which a new part is started.
+        max_shard_size: bytes after which a new part begins.
 
     Raises:
-        ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
+        ConfigError: an argument is not valid, or the format cannot hold the value that `predict_step` returned.
     """
 
     agree_on = ("write_interval", "format")
@@ -137,9 +138,8 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         super().on_predict_start(trainer, pl_module)
         self._parts = None
-        folder = self.dirpath
-        if folder is None:
-            folder = trainer.run_dir / "predictions"
+        folder = self.dirpath or trainer.run_dir / "predictions"
+        if self.dirpath is None:
             refuse_link(folder)
         processes = trainer.strategy.processes
         if processes.reports:
@@ -193,7 +193,7 @@ class _Parts:
         make_folder(folder, "PredictionWriter(dirpath=...)")
         for path in folder.glob("predictions-rank*-of-*"):
             old = re.match(r"predictions-rank(\d+)-of-\d+[-.]", path.name)
-            # Each process removes its own, and rank 0 those of ranks that there are no longer.
+            # Each process removes its old files, and rank 0 the files of ranks that no longer exist.
             if old and (int(old[1]) == rank or (rank == 0 and int(old[1]) >= world_size)):
                 path.unlink()
 
@@ -263,8 +263,7 @@ def _written(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot write the predictions {path}: {why}. Make room, or give PredictionWriter(dirpath=...) another "
-            "folder, and call predict again."
+            f"cannot write the predictions {path}: {why}. Make room, or choose PredictionWriter(dirpath=...)."
         ) from error
 
 
@@ -285,8 +284,8 @@ def _columns(prediction: Any) -> dict[str, torch.Tensor]:
     }
     if len(lengths) != 1 or None in lengths:
         raise ConfigError(
-            f"PredictionWriter(format='safetensors') got {shown(prediction)} from predict_step. Return a tensor, "
-            "or a dict or tuple of tensors, whose first dimension is that of the batch; or use format='jsonl'."
+            f"PredictionWriter(format='safetensors') got {shown(prediction)} from predict_step. Return a tensor, or a "
+            "dict or tuple of tensors, with the batch as first dimension; or use format='jsonl'."
         )
     return {str(name): value.detach().cpu().contiguous() for name, value in named.items()}
 
@@ -317,7 +316,7 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
     in memory at a time.
 
     Raises:
-        ConfigError: the folder has no predictions, or those of a process are missing or incomplete.
+        ConfigError: the folder has no predictions, or a process's predictions are missing or incomplete.
     """
     folder = local_path(dirpath, "dirpath")
     indexes = sorted(folder.glob("predictions-rank*-of-?????.json"))

@@ -47,7 +47,7 @@ class SimpleProfiler(Profiler):
     """
 
     MUCH = 0.2
-    """Share of the time from which waiting for data is worth a hint."""
+    """The least share of waiting for data that prints a hint."""
 
     def __init__(
         self,
@@ -150,10 +150,10 @@ def faster_loading(loader: BatchLoader) -> str:
     """Return a sentence that says how a loader may become faster."""
     workers, cores = loader.num_workers, os.cpu_count() or 1
     if workers is None:
-        return "It comes from an iterable of your own: load ahead in it, or give a DataLoader with num_workers=4."
+        return "The data come from your own iterable: load ahead in it, or give a DataLoader with num_workers=4."
     if workers == 0:
         return (
-            f"The DataLoader has num_workers=0, so that training stands still while a batch is loaded: try num_workers="
+            "The DataLoader has num_workers=0, so training waits while a batch is loaded: try num_workers="
             f"{min(4, max(1, cores - 1))} or more (this machine has {cores} cores), with persistent_workers=True."
         )
     return (

@@ -32,13 +32,13 @@ class ProgressBar(Callback):
 
     On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere plain lines: one at
     the end of each epoch and evaluation, and every 10 seconds in between. A narrow terminal shows fewer values, never a
-    part of a number. The time left is that of the epoch. It shows only values that the trainer has read already, and
+    part of a number. The remaining time is the epoch's. It shows only values that the trainer has read already, and
     costs well under a microsecond per batch between two refreshes. An error of the terminal switches it off and never
     ends a run.
 
     Args:
-        refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
-        leave: keep the bar of every epoch on the screen, not only that of the last.
+        refresh_rate: batches between two refreshes, at most ten refreshes a second. 0: show nothing.
+        leave: keep the bar of every epoch on the screen, not only the last one.
     """
 
     in_place_of = "enable_progress_bar"
@@ -77,14 +77,14 @@ class ProgressBar(Callback):
         self._run = trainer, pl_module
         if not trainer.is_global_zero:
             self.disable()
-        if trainer.is_global_zero and self.refresh_rate:
+        elif self.refresh_rate:
             with suppress(Exception):
                 bars = draws_bars(sys.stderr) or shows_widgets()
-                self._display, self._next = self.open_bars(sys.stderr) if bars else _Lines(sys.stderr), 0.0
+                self._display, self._next = self.open_bars(sys.stderr) if bars else _LineDisplay(sys.stderr), 0.0
 
     def open_bars(self, stream: TextIO) -> Display:
         """Return the display for a terminal or a notebook."""
-        return _Bars(stream, self.leave)
+        return _TqdmDisplay(stream, self.leave)
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainModule) -> dict[str, Any]:
         """Return the values to show, numbers or texts by name. A subclass may leave some out, and add its own."""
@@ -151,9 +151,8 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         # At the end of an epoch its own line comes next, with these results.
-        inside = trainer.stage == "fit" and trainer.progress.batch != trainer.num_training_batches
-        report = not trainer.sanity_checking and (inside or trainer.stage != "fit")
-        self._end_evaluation(report)
+        ends_epoch = trainer.stage == "fit" and trainer.progress.batch == trainer.num_training_batches
+        self._end_evaluation(report=not trainer.sanity_checking and not ends_epoch)
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._start_evaluation("test", trainer.num_test_batches)
@@ -186,11 +185,9 @@ class ProgressBar(Callback):
     def _metrics(self) -> list[str]:
         # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
-        texts = []
-        for name, value in shown.items():
-            number_format = "" if isinstance(value, str) else self.number_format
-            texts.append(f"{name}={value:{number_format}}")
-        return texts
+        return [
+            f"{name}={value:{'' if isinstance(value, str) else self.number_format}}" for name, value in shown.items()
+        ]
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -299,7 +296,7 @@ class TQDMProgressBar(ProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=leave)
 
 
-class _Bars(Display):
+class _TqdmDisplay(Display):
     """Bars of tqdm."""
 
     seconds = 0.1
@@ -409,7 +406,7 @@ class _Bars(Display):
 
 
 @dataclass
-class _Task:
+class _RunningTask:
     title: str
     total: int | None
     counted_from: int
@@ -417,7 +414,7 @@ class _Task:
     started: float = field(default_factory=time.monotonic)
 
 
-class _Lines(Display):
+class _LineDisplay(Display):
     """Plain lines for a log: one line every `PAUSE` seconds, and each result."""
 
     seconds = 0.5
@@ -428,7 +425,7 @@ class _Lines(Display):
         self._due = time.monotonic() + self.PAUSE
 
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
-        self.running.append(_Task(title, total, done))
+        self.running.append(_RunningTask(title, total, done))
 
     def update(self, done: int, metrics: Sequence[str]) -> None:
         if time.monotonic() >= self._due:
@@ -441,7 +438,7 @@ class _Lines(Display):
         if report:
             self._write(task, done, metrics)
 
-    def _write(self, task: _Task, done: int, metrics: Sequence[str]) -> None:
+    def _write(self, task: _RunningTask, done: int, metrics: Sequence[str]) -> None:
         self._due = time.monotonic() + self.PAUSE
         rate = (done - task.counted_from) / max(time.monotonic() - task.started, 1e-9)
         of = "" if task.total is None else f"/{task.total}"

@@ -37,8 +37,8 @@ class RichProgressBar(ProgressBar):
     """`ProgressBar` with rich's bars on a terminal; elsewhere the same plain lines.
 
     Args:
-        refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
-        leave: keep the bar of every epoch on the screen, not only that of the last.
+        refresh_rate: batches between two refreshes, at most ten refreshes a second. 0: show nothing.
+        leave: keep the bar of every epoch on the screen, not only the last one.
         theme: styles of the parts.
         console_kwargs: arguments of `rich.console.Console`.
 
@@ -62,10 +62,10 @@ class RichProgressBar(ProgressBar):
         super().setup(trainer, pl_module, stage)
 
     def open_bars(self, stream: TextIO) -> Display:
-        return _RichBars(stream, self.leave, self.theme, self.console_kwargs)
+        return _RichDisplay(stream, self.leave, self.theme, self.console_kwargs)
 
 
-class _RichBars(Display):
+class _RichDisplay(Display):
     """Bars of rich."""
 
     seconds = 0.1

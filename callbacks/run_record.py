@@ -1,4 +1,4 @@
-"""RunRecord: write down with which versions and which commit a run was made."""
+"""RunRecord: record the versions and the commit of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,8 +29,8 @@ PACKAGES = (
 class RunRecord(Callback):
     """Write `versions.json` into the run directory: a list with an entry for each start of the run.
 
-    An entry has the time, the step it starts at, the command, the versions of Python, CUDA and packages, and of the git
-    repository of the working directory the commit, the branch, and whether files differ from the commit ("changed").
+    An entry has the time, the first step, the command, the versions of Python, CUDA and packages, and the commit and
+    branch of the working directory's git repository; "changed" says whether files differ from the commit.
 
     Args:
         packages: names of further packages whose versions to write.
@@ -53,10 +54,8 @@ def entry(packages: list[str]) -> dict[str, Any]:
 
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "platform": platform.platform()}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"time": now, "command": sys.argv, "versions": versions, "git": git_state(Path.cwd())}
 

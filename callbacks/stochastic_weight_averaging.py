@@ -1,11 +1,11 @@
-"""StochasticWeightAveraging: the mean of the weights of the last epochs, at a learning rate of its own."""
+"""StochasticWeightAveraging: average the weights of the last epochs, which have a separate learning rate."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -30,30 +30,24 @@ log = logging.getLogger("trainer")
 
 
 class StochasticWeightAveraging(AveragingCallback):
-    """Average the weights with which the last epochs begin (Izmailov et al., 2018, https://arxiv.org/abs/1803.05407).
+    """Average the weights at the start of the last epochs (Izmailov et al., 2018, https://arxiv.org/abs/1803.05407).
 
-    From the first of these epochs on the learning rate goes to `swa_lrs` and stays there; the module's schedulers rest.
-    At the end of training the statistics of BatchNorms are computed again with the average, in a pass over the training
-    data. The average is in the module from the end of `fit` on. Checkpoints hold both, as with
-    `WeightAveraging`: `test` and the like with this callback and a `ckpt_path`, and `trainer checkpoint export --ema`,
-    use the average.
+    From the first of these epochs, the learning rate is annealed to `swa_lrs` and stays there; the module's schedulers
+    are not stepped any more. At the end of training, a pass over the training data recomputes the statistics of
+    BatchNorms for the average. After `fit` the module has the average. Checkpoints hold the weights and the average:
+    `validate`, `test` and `predict` with this callback and a `ckpt_path`, and `trainer checkpoint export --ema`, use
+    the average.
 
     Args:
-        swa_lrs: the learning rate, or one for each parameter group.
-        swa_epoch_start: the first of these epochs, counted from 1; or as a part of `max_epochs`.
-        annealing_epochs: epochs in which the learning rate goes there.
+        swa_lrs: the learning rate, or a list with one for each parameter group.
+        swa_epoch_start: the first of these epochs, an integer counted from 1 or a fraction of `max_epochs`.
+        annealing_epochs: the number of epochs over which the learning rate is annealed.
         annealing_strategy: "cos" or "linear".
-        avg_fn: another average, as of `torch.optim.swa_utils.AveragedModel`, for each tensor or shard.
-        device: where the average is kept; None: where the weights are.
+        avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`, called for each tensor or shard.
+        device: where the average is kept. None: where the weights are.
     """
 
-    agree_on: ClassVar[tuple[str, ...] | None] = (
-        "swa_lrs",
-        "swa_epoch_start",
-        "annealing_epochs",
-        "annealing_strategy",
-        "avg_fn",
-    )
+    agree_on = ("swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn")
 
     def __init__(
         self,

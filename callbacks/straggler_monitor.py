@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ EVENTS = 64
 
 
 @sendable
-class Times(NamedTuple):
+class StepTimes(NamedTuple):
     """Seconds that the steps of a process took in total."""
 
     rank: int
@@ -53,15 +54,15 @@ class Times(NamedTuple):
 class StragglerMonitor(Callback):
     """Compare the step times of the processes, and name one that is consistently slower than the others.
 
-    In a step processes wait for each other, so that all their steps take the same time. They differ in the work before
-    the wait: loading data and the forward pass. These times are gathered every `every_n_steps`, in one small exchange;
-    in between nothing is sent, and no device is synchronized. On an accelerator the forward is timed on the device.
-    With fsdp and ZeRO-3 the forward contains waits, too, so that only the data is compared reliably.
+    Processes wait for each other in every step, so their steps take the same time. They differ in the work before the
+    wait: loading data and the forward pass. These times are gathered every `every_n_steps`, in one small exchange;
+    between two exchanges nothing is sent, and no device is synchronized. On an accelerator the forward is timed on the
+    device. With fsdp and ZeRO-3 the forward contains waits, so only the data times can be compared.
 
-    A process is slow when its local work takes more than `factor` times the (lower) median of all, and more than the
-    median by a twentieth of the step. After `patience` slow comparisons in a row one warning names the process, its
-    machine, and whether the data or the forward is slow. At the end of `fit` rank 0 prints the table of the slowest
-    processes. The first step is left out.
+    A process is slow if its local work takes more than `factor` times the (lower) median of all processes, and exceeds
+    the median by a twentieth of the step. After `patience` slow comparisons in a row, one warning names the process,
+    its machine, and the slow part: data or forward. At the end of `fit`, rank 0 prints a table of the slowest
+    processes. The first step does not count.
 
     Args:
         every_n_steps: steps between two comparisons; the end of an epoch brings one, too.
@@ -83,7 +84,7 @@ class StragglerMonitor(Callback):
     ) -> None:
         number_of("StragglerMonitor(clock", clock)  # raises where it is not a clock
         self.every_n_steps, self.factor, self.patience, self.max_rows = every_n_steps, factor, patience, max_rows
-        self.total: dict[int, Times] = {}
+        self.total: dict[int, StepTimes] = {}
         """The times since the start of `fit` by rank, as of the last comparison."""
         self._phases = PhaseClock(clock, "outside")
         self._steps = 0
@@ -165,13 +166,13 @@ class StragglerMonitor(Callback):
         for rank, host, *now in every:
             before = self.total.get(rank, (rank, host, 0, 0.0, 0.0, 0.0))[2:]
             steps, *seconds = (one + other for one, other in zip(now, before, strict=True))
-            self.total[rank] = Times(rank, host, int(steps), *seconds)
+            self.total[rank] = StepTimes(rank, host, int(steps), *seconds)
         warnings = self._compare(every)
         if processes.is_global_zero:
             for text in warnings:
                 log.warning("%s", text)
 
-    def _compare(self, every: list[Times]) -> list[str]:
+    def _compare(self, every: list[StepTimes]) -> list[str]:
         """Return a warning for each process that has been slow for long enough, and was not named before."""
         middle, texts = _medians(every), []
         for times in every:
@@ -183,7 +184,7 @@ class StragglerMonitor(Callback):
                 texts.append(_warning(times, middle))
         return texts
 
-    def _times(self, rank: int) -> Times:
+    def _times(self, rank: int) -> StepTimes:
         seconds = dict.fromkeys(PARTS, 0.0) | self._phases.seconds
         forward = seconds[FORWARD]
         pairs = [(start, end) for start, end in self._events if end is not None]
@@ -192,7 +193,7 @@ class StragglerMonitor(Callback):
             on_device = sum(start.elapsed_time(end) for start, end in pairs) / 1000 / len(pairs)
             forward = max(forward, on_device * self._forwards)
         rest = seconds[BACKWARD] + seconds[OPTIMIZER]
-        return Times(rank, socket.gethostname(), self._steps, seconds[DATA] + seconds[TRANSFER], forward, rest)
+        return StepTimes(rank, socket.gethostname(), self._steps, seconds[DATA] + seconds[TRANSFER], forward, rest)
 
     def _reset(self) -> None:
         self._phases.seconds.clear()
@@ -200,7 +201,7 @@ class StragglerMonitor(Callback):
         self._steps = self._forwards = 0
 
 
-def _warning(times: Times, middle: dict[str, float]) -> str:
+def _warning(times: StepTimes, middle: dict[str, float]) -> str:
     """Return a sentence about a slow process, given the medians of all processes."""
     advice = {
         "data": ("waiting for data", "its disk and its num_workers"),
@@ -216,7 +217,6 @@ def _warning(times: Times, middle: dict[str, float]) -> str:
     )
 
 
-def _medians(every: Sequence[Times]) -> dict[str, float]:
-    """Return the lower median of each column; the module `statistics` takes as long to import as all callbacks."""
-    columns = {name: sorted(times.per_step()[name] for times in every) for name in every[0].per_step()}
-    return {name: column[(len(column) - 1) // 2] for name, column in columns.items()}
+def _medians(every: Sequence[StepTimes]) -> dict[str, float]:
+    """Return the lower median of each column."""
+    return {name: median_low(times.per_step()[name] for times in every) for name in every[0].per_step()}

@@ -20,7 +20,7 @@ from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, require_package
 from trainer.logger import DummyExperiment, FileLogger, LogFile, Overridable
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
-from trainer.metrics.media import Histogram, Images, Media, Table, Text
+from trainer.metrics.media import Histogram, Images, Media, Text
 from trainer.strategy import eval_mode
 
 if TYPE_CHECKING:
@@ -39,18 +39,18 @@ TRAINING = ".training"
 class TensorBoardLogger(FileLogger):
     """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
 
-    A resumed run cuts the files of the training to what they had when its checkpoint was written, and goes on in a new
-    one. Other files in the folder, such as a writer of your own or an evaluation makes, stay.
+    A resumed run truncates the training's files to their sizes at its checkpoint, and continues in a new file. Other
+    files in the folder, such as files of an evaluation or of your own writer, stay unchanged.
 
     Args:
-        save_dir: folder of the event files. Default: the run directory. A folder in which another run has
-            left its files is not used: the new run writes into `version_1` in it, and so on.
-        name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
-            Default of `version` where `name` is given: that of the run directory, or the next that no other run has.
+        save_dir: folder of the event files. Default: the run directory. If another run has left its files in the
+            folder, the new run writes into its subfolder `version_1`, and so on.
+        name, version: a subfolder `name/version`, as in Lightning; the version n is the folder `version_n`. Default of
+            `version` where `name` is given: the run directory's version, or the next that no other run has.
         log_graph: record the module's graph, from its `example_input_array`.
         default_hp_metric: write the metric `hp_metric` with the hyperparameters, so that TensorBoard lists the run.
         prefix: put before all names, with a "-".
-        sub_dir: a folder below that of the run.
+        sub_dir: a subfolder of the run's folder.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
 
     Raises:
@@ -109,7 +109,7 @@ class TensorBoardLogger(FileLogger):
         From the first use on, scalars go through it too, because TensorBoard reads one growing file of a run.
 
         Raises:
-            ConfigError: there is no run yet, nor a `save_dir`.
+            ConfigError: no run has begun, and `save_dir` is not given.
         """
         if not self._writes:
             return cast("SummaryWriter", DummyExperiment())
@@ -282,9 +282,7 @@ def _wait_until_after(name: str) -> None:
     TensorBoard reads files in the order of their names: a run that is resumed within the same second would be read
     before what it continues.
     """
-    second = name.removeprefix("events.out.tfevents.").split(".")[0]
-    deadline = time.monotonic() + 1.1
-    while second.isdecimal() and int(time.time()) <= int(second) and time.monotonic() < deadline:
+    while name.startswith(f"events.out.tfevents.{int(time.time()):010d}."):
         time.sleep(0.02)
 
 
@@ -316,7 +314,7 @@ def _summaries(key: str, media: Media) -> Iterator[Any]:
         yield text(key, media.text)
     elif isinstance(media, Histogram):
         yield histogram(key, media.values, media.bins)
-    elif isinstance(media, Table):
+    else:
         yield text(key, media.markdown())
 
 

@@ -38,21 +38,21 @@ class Snapshot(NamedTuple):
 class ThroughputMonitor(Callback):
     """Log rates over the last `window_size` steps of training, every `log_every_n_steps`, without validation.
 
-    It reads the host's clock and never synchronizes with the device: a device that lags behind the host by a few steps
-    makes a rate noisier, not biased. The first step, and steps in which torch.compile has compiled, do not count: the
-    window begins after them. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
-    `throughput/samples_per_s` (where the number of samples is known) and, where asked for,
-    `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All are of all processes together; MFU
-    (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
+    The clock is the host's, and the device is never synchronized: a device that lags behind the host by a few steps
+    makes a rate noisier, not biased. The window begins after the first step, and after each step in which torch.compile
+    compiles. Logs `throughput/steps_per_s`, `throughput/batches_per_s`, `throughput/samples_per_s` (if the number of
+    samples is known) and, on request, `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All
+    rates are sums over the processes. MFU (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the fraction
+    of the devices' peak.
 
     Args:
-        batch_size_fn: the samples in one micro-batch of one process, as a function of the batch. Default: as the
-            DataLoader says.
-        length_fn: Lightning's name of `items_per_batch`, which it replaces, with "items" as `items_name`.
-        window_size: steps that a rate is taken over.
+        batch_size_fn: function of a batch; returns the samples in one micro-batch of one process. Default: the
+            DataLoader's number.
+        length_fn: Lightning's name of `items_per_batch`; sets `items_name` to "items".
+        window_size: the number of steps in a rate.
         items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the
-            batch. Let it use shapes only: reading a value from a device tensor would wait for the device.
-        items_name: what these items are called, in `throughput/<items_name>_per_s`. Default: "tokens".
+            batch. The function should use shapes only: reading a value from a tensor waits for the device.
+        items_name: the items' name in `throughput/<items_name>_per_s`. Default: "tokens".
         flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
             parameters x tokens for a transformer): a number, or a function of the module, called once.
         peak_flops: the peak of one device in FLOP/s. Default: the vendor's, from a table of NVIDIA cards, for the

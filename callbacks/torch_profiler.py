@@ -96,9 +96,9 @@ class TorchProfiler(Profiler):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.traces.clear()
+        self._folder = self.dirpath or trainer.run_dir / "profile"
         if self.dirpath is None:
-            refuse_link(trainer.run_dir / "profile")
-        self._folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "profile"
+            refuse_link(self._folder)
         self._rank = trainer.rank
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
         self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)
@@ -138,20 +138,17 @@ class TorchProfiler(Profiler):
     def _write(self, recorded: profile) -> None:
         make_folder(self._folder, "TorchProfiler(dirpath=...)")
         path = self._folder / f"rank{self._rank}.{self._step}.pt.trace.json.gz"
+        averages = recorded.key_averages()
+        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
+        table = averages.table(sort_by=by, row_limit=self.rows)
         try:
-            self._write_files(recorded, path)
+            with atomic_file(path) as temporary:
+                recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
+                os.replace(f"{temporary}.gz", temporary)
+            replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())
         except OSError as error:
             log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
             return
         self.traces.append(path)
         if self._rank == 0:
             log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)
-
-    def _write_files(self, recorded: profile, path: Path) -> None:
-        with atomic_file(path) as temporary:
-            recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
-            os.replace(f"{temporary}.gz", temporary)
-        averages = recorded.key_averages()
-        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        table = averages.table(sort_by=by, row_limit=self.rows)
-        replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from trainer.arguments import kept_path, make_folder
 from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
-from trainer.metrics.media import Histogram, Images, Media, Table, Text
+from trainer.metrics.media import Histogram, Images, Media, Text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,11 +22,11 @@ STEP = "trainer/global_step"
 class WandbLogger(Tracker):
     """Send metrics, media, hyperparameters and checkpoints to Weights & Biases.
 
-    A resumed training continues its run of W&B. The curves' x axis is `trainer/global_step`; steps that a resumed run
-    repeats have two equal rows, one point of a curve. Offline, each start writes a folder
-    `<save_dir>/wandb/offline-run-...-<id>`, and `wandb sync` makes one run of those with one id. The run stays open
-    after `fit`, for `test` and for calls of your own, until another `fit` begins or the process ends. A run that your
-    program has begun with `wandb.init` is used as it is.
+    A resumed training continues its W&B run. The curves' x axis is `trainer/global_step`; a step that a resumed run
+    repeats has two equal rows and one point. Offline, each start writes a folder
+    `<save_dir>/wandb/offline-run-...-<id>`, and `wandb sync` joins folders of the same id into one run. The run stays
+    open after `fit`, for `test` and for your own calls, until another `fit` begins or the process ends. A run that your
+    program has begun with `wandb.init` is used unchanged.
 
     Args:
         name: displayed name of the run; default: one by wandb.
@@ -184,7 +184,7 @@ class WandbLogger(Tracker):
             shown = wandb.Histogram(np_histogram=counts)
         elif isinstance(media, Text):
             shown = wandb.Table(columns=["text"], data=[[media.text]])
-        elif isinstance(media, Table):
+        else:
             shown = wandb.Table(columns=[*media.columns], data=media.rows)
         self._client.log({key: shown, STEP: step})
 

@@ -37,7 +37,7 @@ class AveragingCallback(Callback):
 
     swaps_weights: ClassVar[bool] = True
     device: torch.device | None = None
-    """The device of the averages; None: that of the weights."""
+    """The device of the averages; None: the device of the weights."""
     use_buffers = False
     """True: average floating buffers, too."""
 
@@ -51,13 +51,10 @@ class AveragingCallback(Callback):
         several = [one for one in config.callbacks if isinstance(one, AveragingCallback)]
         problems = []
         if len(several) > 1 and several[0] is self:
-            problems.append(
-                f"{len(several)} callbacks average the weights, and one average takes their place: give one."
-            )
+            problems.append(f"{len(several)} callbacks average the weights: give one.")
         if config.device_type in ("xla", "tpu"):
             problems.append(
-                f"{type(self).__name__} does not run on XLA devices: average the checkpoints afterwards, or train on "
-                "another device."
+                f"{type(self).__name__} does not run on XLA devices: average the checkpoints after the training."
             )
         return problems
 
@@ -67,8 +64,7 @@ class AveragingCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if (optimizer := trainer.run.optimizer_averages.name) is not None:
             raise ConfigError(
-                f"{optimizer} averages the weights by itself, for which it has train() and eval(), and "
-                f"{type(self).__name__} averages them, too: leave one of the two out."
+                f"{optimizer} and {type(self).__name__} both average the weights: leave one of the two out."
             )
         self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
         trainer.run.guards.nonfinite.look_at_averages(self._weights.entries)
@@ -118,17 +114,17 @@ class WeightAveraging(AveragingCallback):
 
     The average takes the place of the weights during each validation, and for good at the end of `fit`. Checkpoints
     hold both: `test`, `validate` and `predict` with this callback and a `ckpt_path` use the average, as does `trainer
-    checkpoint export --ema`; a resumed `fit` restores both. Under sharding each process averages its own
-    shards. Only what trains is averaged. Before the first update, evaluations use the weights as they are.
+    checkpoint export --ema`; a resumed `fit` restores both. Sharded weights are averaged shard by shard. Only
+    parameters that train are averaged. Before the first update, evaluations use the training's weights.
 
     Override `should_update` to choose the steps or epochs after which the average is updated.
 
     Args:
-        device: where the average is kept; None: where the weights are. "cpu" saves memory of an accelerator, and copies
+        device: where the average is kept. None: where the weights are. "cpu" saves an accelerator's memory, and copies
             the weights in each update.
-        use_buffers: average floating buffers too; False: those of the training are used. Integers are copied.
-        avg_fn, multi_avg_fn: another average, as of `torch.optim.swa_utils.AveragedModel`; called with shards, so that
-            it has to treat each element alike.
+        use_buffers: average floating buffers too, and copy integer buffers. False: use the training's buffers.
+        avg_fn, multi_avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`. It may get shards, so it has
+            to treat each element alike.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
@@ -150,18 +146,16 @@ class WeightAveraging(AveragingCallback):
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
         self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
-        self._change: Update = equal_weights
-        if avg_fn is not None:
-            self._change = from_avg_fn(avg_fn)
+        self._change: Update = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
         if multi_avg_fn is not None:
             self._change = from_multi_avg_fn(multi_avg_fn)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.
 
-        Called after each step with `step_idx`, and with `epoch_idx` after the last step of each epoch, before the
-        validation that ends it. Where the data have no length the last step is not known: it is called after that
-        validation then, whose values choose no checkpoint.
+        Called after each step with `step_idx`, and after the last step of each epoch with `epoch_idx`, before the
+        validation at the epoch's end. With data of unknown length it is called after that validation, whose values
+        then choose no checkpoint.
         """
         return step_idx is not None
 
@@ -238,11 +232,11 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         device, use_buffers: see `WeightAveraging`.
-        decay: the part of the average that an update keeps.
+        decay: the fraction of the average that an update keeps, from 0 to 1.
         update_every_n_steps: steps from one update to the next.
-        update_starting_at_step: the first step, counted from 0, after which the average is updated; None: the first.
-        update_starting_at_epoch: the epoch, counted from 0, at whose end and at those of later ones the average is
-            updated too; None: at none.
+        update_starting_at_step: the first step, counted from 0, after which the average is updated. Default: 0.
+        update_starting_at_epoch: also update the average at the end of each epoch from this one, counted from 0.
+            Default: never.
     """
 
     agree_on = ("use_buffers", "decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
@@ -280,4 +274,4 @@ def as_device(device: torch.device | str | int) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         words = str(error).splitlines()[0]
-        raise ConfigError(f"device={shown(device)} is no device: give 'cpu', 'cuda' or 'cuda:1' ({words})") from None
+        raise ConfigError(f"device={shown(device)}: give 'cpu', 'cuda' or 'cuda:1' ({words}).") from None

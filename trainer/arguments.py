@@ -83,7 +83,7 @@ def whole_number(text: str) -> int | None:
 
 
 class ChecksArguments:
-    """Base of classes whose constructors, as far as they are this package's, check the types of their arguments."""
+    """Base of classes whose constructors check the types of their arguments, if they belong to this package."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
@@ -132,7 +132,7 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
 def _by_position(
     kind: str, parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments given by position with their names; beyond those of the constructor, with Lightning's."""
+    """Return the arguments given by position with their names; further ones have the names of Lightning's arguments."""
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     given = dict(zip([*names, *further_arguments(kind)], args, strict=False))
     if len(given) < len(args) or given.keys() & options.keys():
@@ -141,7 +141,7 @@ def _by_position(
 
 
 def given_arguments(cls: type, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a class by name; those of a wrong call, which `__init__` refuses, by number."""
+    """Return the arguments of a call of a class by name, or by number if the call is wrong (`__init__` refuses it)."""
     if not args and not options:
         return {}
     try:
@@ -249,7 +249,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
     except Exception:  # a name known to type checkers only: take the annotations one by one
         hints = {}
         known = {**vars(builtins), **vars(typing), **vars(collections.abc), **vars(sys.modules[cls.__module__])}
-        names = _Names({**known, cls.__name__: cls})
+        names = _UnknownAsAny({**known, cls.__name__: cls})
         for name, annotation in getattr(init, "__annotations__", {}).items():
             try:
                 hints[name] = eval(annotation, {}, names) if isinstance(annotation, str) else annotation
@@ -258,7 +258,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
         return hints
 
 
-class _Names(dict[str, Any]):
+class _UnknownAsAny(dict[str, Any]):
     """A namespace in which every unknown name is `Any`."""
 
     def __missing__(self, name: str) -> Any:
@@ -368,7 +368,7 @@ PYTHON = TypeNames(
 
 
 def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
-    """Return the values that an annotation allows in words: "an integer from 1 or None", "a list (a number)"."""
+    """Return a description of an annotation's values: "an integer from 1 or None", "a list (a number)"."""
     words = chain.from_iterable(_words_for(option, names) for option in options_of(annotation, limits=True))
     *others, last = dict.fromkeys(words)
     return f"{', '.join(others)} or {last}" if others else last
@@ -405,8 +405,8 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         argument: the name of the argument whose value the path is, for messages.
 
     Raises:
-        ConfigError: the value is not a path, or the URL of another place; a name in it is too long, or there is no such
-            user.
+        ConfigError: the value is not a path, or is the URL of another place; a name in it is too long; or the user does
+            not exist.
     """
     named = f"{argument}=" if argument else ""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):

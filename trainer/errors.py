@@ -132,7 +132,7 @@ class MissingPackageError(TrainerError, ImportError):
 
 
 def refuse_other_package(package: ModuleType) -> None:
-    """Raise where the package `trainer` is another one: the user's own, or that of another distribution.
+    """Raise an ImportError if the package `trainer` is the user's own, or another distribution's.
 
     A distribution may be installed over ours, or have gone with it. Called by the command, and by those packages that
     have the name of a module that such a distribution imports first.
@@ -240,9 +240,8 @@ def raise_problems(problems: list[str], subject: str, cause: Exception | None = 
 
 
 INSTEAD_OF_PENALTIES = (
-    "A penalty of weights has no place in the loss: take the weight_decay of AdamW; or add to the gradients, which are "
-    "shards too, between backward and step (on_before_optimizer_step): p.grad.add_(p.detach(), alpha=2 * factor); or "
-    "use strategy 'ddp'."
+    "For a penalty of weights use AdamW's weight_decay, strategy 'ddp', or p.grad.add_(p.detach(), alpha=2 * factor) "
+    "in on_before_optimizer_step."
 )
 """Words for what cannot be computed of shards within a step."""
 
@@ -252,60 +251,52 @@ TORCH_ERRORS = {
         "trainer.strategies, or remove them (TORCH_DISTRIBUTED_DEBUG=DETAIL names them)."
     ),
     "backward through the graph a second time": (
-        "The trainer calls backward for you: training_step returns the loss and calls no backward. If it did not, then "
-        "a tensor of an earlier step is still in use: detach() it. With automatic_optimization = False call "
-        "self.manual_backward once for each graph: add losses that share one."
+        "The trainer calls backward for you: training_step only returns the loss, computed from tensors of this step "
+        "alone. With automatic_optimization = False, add losses that share a graph and call self.manual_backward once."
     ),
     "optimizer got an empty parameter list": (
-        "configure_optimizers gave an optimizer nothing to train: the module has no parameters there, or they are "
-        "frozen at the start (by BackboneFinetuning, too: then leave this optimizer out). Make layers attributes of "
-        "the module; in a plain list or dict they are not found, use nn.ModuleList or nn.ModuleDict."
+        "configure_optimizers gave an optimizer nothing to train: its parameters are frozen, or were not found. Make "
+        "layers attributes of the module, in nn.ModuleList or nn.ModuleDict instead of a plain list or dict."
     ),
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "
         f"using its weight. {INSTEAD_OF_PENALTIES}"
     ),
     "specified for input.numel() == 0": (
-        "max or min of a tensor without elements. Under 'fsdp' a process may have nothing of a small parameter and of "
-        "its gradient: on all processes, p.grad.full_tensor().abs().max(), or p.grad.square().sum(), which needs no "
-        "element."
+        "max or min of a tensor without elements: under 'fsdp' a process may hold no part of a small parameter. Call "
+        "p.grad.full_tensor().abs().max() on all processes, or use p.grad.square().sum()."
     ),
     "has been modified by an inplace operation": (
         "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
         "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."
     ),
     "a leaf Variable that requires grad is being used in an in-place operation": (
-        "A parameter, or another leaf, is changed in place: do that in `with torch.no_grad():`. If it is the second "
-        "backward with create_graph=True under 'ddp': take the first gradient by torch.autograd.grad(loss, inputs, "
-        "create_graph=True), and call backward once, for the sum of the losses."
+        "A parameter, or another leaf, is changed in place: do that in `with torch.no_grad():`. For gradients of "
+        "gradients under 'ddp' use torch.autograd.grad(loss, inputs, create_graph=True), and call backward once."
     ),
     "This view was created inside a custom Function": (
-        "A tensor is changed in place where torch cannot follow: an argument of a block that 'fsdp' shards, or "
-        "the result of a torch.autograd.Function. Write x = x + y instead of x += y, and give layers such as nn.ReLU "
-        "no inplace=True."
+        "A tensor is changed in place where torch cannot follow: an argument of a block that 'fsdp' shards, or the "
+        "result of a torch.autograd.Function. Write x = x + y instead of x += y, and nn.ReLU() without inplace=True."
     ),
     "have the same dtype": (
-        "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
-        "Trainer(precision=...). In 'bf16-true' and '16-true' buffers, and float32 weights of a 16-bit module, stay as "
-        "they are: where they meet others, write self.table.to(x.dtype). Under 'fsdp' in mixed precision all weights "
-        "are gathered in 16 bits, also where a step turns autocast off: give the layer x.to(layer.weight.dtype)."
+        "Weights and data differ in dtype: give the data as float32 (batch.float()), or set the dtype of both with "
+        "Trainer(precision=...). Where a layer has another dtype (as under 'fsdp', which gathers in 16 bits), "
+        "cast its input: x.to(layer.weight.dtype)."
     ),
     "mixed dtype (CPU)": (
         "A layer got data of another dtype than its weights', which it cannot use on a CPU. Under 'fsdp' in a mixed "
         "precision all weights are gathered in 16 bits: give the layer x.to(layer.weight.dtype), or use '32-true'."
     ),
     "Expected more than 1 value per channel when training": (
-        "A batch has one sample, with which BatchNorm cannot train: the last batch of an epoch, or a process's part of "
-        "it. Use DataLoader(drop_last=True), or another batch_size."
+        "A batch, or a process's part of it, has one sample, with which BatchNorm cannot train. Use "
+        "DataLoader(drop_last=True), or another batch_size."
     ),
     "dispatch: attempting to run unimplemented operator": (
-        "A quantized tensor of torchao has met an operation that it lacks. Of weights: freeze them, and use them in "
-        "nn.Linear alone. Of optimizers: those of 8 bits cannot update sharded bfloat16 weights "
-        "(torchao 0.18): with precision='bf16-mixed' or '32-true' weights are float32; or use one of torch.optim."
+        "A quantized tensor of torchao lacks an operation. Freeze quantized weights and use them in nn.Linear alone; "
+        "8-bit optimizers cannot update sharded bfloat16 weights, so use 'bf16-mixed', '32-true' or torch.optim."
     ),
     "Unable to find address for: ": (
-        "GLOO_SOCKET_IFNAME names the network interface over which the processes talk, and this "
-        "machine has none of that name: `ip link` lists them."
+        "GLOO_SOCKET_IFNAME names a network interface that this machine does not have: `ip link` lists them."
     ),
     "Expected all tensors to be on the same device": (
         "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create "

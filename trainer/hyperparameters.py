@@ -39,7 +39,7 @@ NUMPY_NUMBERS: dict[str, type[np.generic]] = {
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a checkpoint and the hyperparameters can hold a value that is no container, with its exact type."""
+    """Whether a value is a scalar that checkpoints and hyperparameters hold with its exact type."""
     return type(value) in SCALARS or is_numpy_number(value)
 
 
@@ -72,12 +72,12 @@ class HasHyperparameters:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """The hyperparameters as they were first saved."""
+        """The hyperparameters when they were first saved."""
         return Hyperparameters(self.__dict__.get("_hparams_initial", self.hparams))
 
     @property
     def hyperparameter_problems(self) -> list[str]:
-        """The problems of values in `hparams` that are no data, but for those that a warning has named."""
+        """The problems of values in `hparams` that are not data, unless a warning has named them."""
         reported = self.__dict__.get("_hparams_left_out", ())
         found = [data_problem(value, str(name)) for name, value in self.hparams.items() if str(name) not in reported]
         return [problem for problem in found if problem is not None]
@@ -87,14 +87,14 @@ class HasHyperparameters:
     ) -> None:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
 
-        A base class that calls this keeps the arguments of its subclasses, too. `load_from_checkpoint` gives paths,
-        enumerations, sets, dataclasses and the like as they were. What is no data at all (a module, a function) is kept
-        in `hparams` only, and a warning names it: `load_from_checkpoint` has to be given it.
+        A base class that calls this keeps the arguments of its subclasses, too. `load_from_checkpoint` restores paths,
+        enumerations, sets, dataclasses and the like. A value that is not data (a module, a function) is kept in
+        `hparams` only, and a warning names it: pass it to `load_from_checkpoint`.
 
         Args:
             args: names of arguments to keep; or a dict, namespace or configuration whose entries are kept.
             ignore: names of arguments to leave out.
-            frame: that of `__init__`; default: the caller's.
+            frame: the frame of `__init__`. Default: the caller's.
             logger: give the hyperparameters to the loggers.
             values: keep these instead of what the arguments say.
 
@@ -143,7 +143,7 @@ class Collected(NamedTuple):
     """The names of the values in the argument that holds them, as in `__init__(self, config)`; "": that are arguments
     themselves."""
     left_out: tuple[str, ...]
-    """The names of values that are no data: kept on the object, and in no checkpoint."""
+    """The names of values that are not data: kept on the object, and left out of checkpoints."""
 
 
 def collect_hyperparameters(
@@ -151,7 +151,7 @@ def collect_hyperparameters(
 ) -> Collected:
     """Return the hyperparameters for `save_hyperparameters(*names, ignore=..., **values)`, called in `frame`.
 
-    The arguments are those of the constructor that runs in `frame`, and of the subclasses' that called it.
+    They are the arguments of the constructor that runs in `frame`, and of the subclasses' constructors that called it.
 
     Args:
         names: arguments to keep; or one dict, namespace or configuration, whose entries are kept.
@@ -259,17 +259,17 @@ def constructor_arguments(
     kinds: Mapping[str, Any] | None = None,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments with which `owner` is built from a checkpoint's hyperparameters and the caller's values.
+    """Return the arguments to build `owner` with, from a checkpoint's hyperparameters and the caller's values.
 
-    Those that only a base class takes are left out.
+    Arguments that only a base class takes are left out.
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: those that `kinds_of_hyperparameters` has returned of the values; None: the annotations say them.
+        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
         partial: arguments without a default may be missing.
 
     Raises:
-        CheckpointError: an argument is missing or unknown, or a value's class is not there any more.
+        CheckpointError: an argument is missing or unknown, or a value's class no longer exists.
     """
     signature = inspect.signature(owner)
     if kinds:
@@ -353,7 +353,7 @@ Kind = list[Any] | None
 
 
 class _NotDataError(Exception):
-    """A value is no data; the message is the problem."""
+    """A value is not data; the message is the problem."""
 
 
 def data_problem(value: Any, where: str) -> str | None:
@@ -373,7 +373,7 @@ def data_problem(value: Any, where: str) -> str | None:
 def as_stored(value: Any) -> Any:
     """Return data as a checkpoint stores it: paths as texts, enumerations by value (or by name), sets as lists.
 
-    What is no data is returned unchanged.
+    Other values are returned unchanged.
     """
     try:
         return _encoded(value, "")[0]
@@ -551,13 +551,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_of_omegaconf(kind: Any) -> bool:
-    """Whether a class is that of a configuration of OmegaConf."""
+    """Whether a class is one of OmegaConf's configurations."""
     names = ("DictConfig", "ListConfig")
     return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
 
 
 def _content_of_omegaconf(value: Any) -> Any:
-    """Return a configuration as it was written; a part of one, without what it refers to, with the values."""
+    """Return a configuration with its references unresolved, or with their values if it is a part of another one."""
     omegaconf = sys.modules["omegaconf"].OmegaConf
     content = omegaconf.to_container(value)
     with contextlib.suppress(Exception):  # a value that is still to come, a resolver that is not there: as written
@@ -584,7 +584,7 @@ def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
 
 
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
-    """Return a stored value as it was given. Classes are those that the owner's annotations and modules name."""
+    """Return a stored value in its original class, which the owner's annotations or modules have to name."""
     try:
         name, detail, items = kind
         if name == "omegaconf":
@@ -604,7 +604,7 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
 
 
 def _made_again(name: str, detail: Any, value: Any, owner: type) -> Any:
-    """Return an object of a kind, given its stored content, in which all objects are made again already."""
+    """Return an object of a kind from its content, whose items are restored already."""
     if name in _READ_WITH_DETAIL:
         return _READ_WITH_DETAIL[name](value, detail)
     if name in _READ:
@@ -618,7 +618,7 @@ def _made_again(name: str, detail: Any, value: Any, owner: type) -> Any:
         cls = _class_named(owner, detail, object)
         names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
         made = cls(**{name: value[name] for name in names})
-        for field, item in value.items():  # as they were, and not what `__post_init__` makes of that
+        for field, item in value.items():  # `__post_init__` may have changed them
             object.__setattr__(made, field, item)
         return made
     return value
@@ -697,7 +697,7 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
     """Return the hyperparameters of a YAML or JSON file.
 
     Raises:
-        CheckpointError: there is no such file, or it is no mapping of names to data.
+        CheckpointError: the file cannot be read, or is not a mapping of names to data.
     """
     import yaml
 

@@ -21,18 +21,21 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
+from trainer.metrics.logger_folder import LoggerFolder
+from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
 
 if TYPE_CHECKING:
-    from trainer.metrics.logger_folder import LoggerFolder
-    from trainer.metrics.media import Media
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
 
+RUN_DIRECTORY = LoggerFolder("", None)
+"""The folder of loggers that have no `place`."""
+
 
 class Overridable:
-    """A property that an object may replace by an attribute of its own."""
+    """A property that an instance may replace with an attribute."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read
@@ -43,9 +46,9 @@ class Overridable:
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's hyperparameters as Lightning's loggers get them: those of the data and the module in one dict.
+    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them.
 
-    A name with two values is `data/name` and `name`, the module's.
+    If both have different values for a name, the data's value is under `data/name`.
     """
     if hyperparameters.keys() != {"module", "data"}:
         return hyperparameters
@@ -66,7 +69,7 @@ class Logger(Callback):
     prefix: str = ""
     """Put before the name of each value, with a "-"."""
     place: LoggerFolder | None = None
-    """The folder of the files, for a logger that writes files of its own. The run sets its number before `setup`."""
+    """The folder of the files, for a logger that writes its own files. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
     _told_media = False
 
@@ -130,30 +133,32 @@ class Logger(Callback):
 
     @Overridable
     def name(self) -> str | None:
-        """The name of the experiment: the folder in which the runs are."""
-        return None if self._trainer is None else self._trainer.run_dir.parent.name
+        """The name of the experiment: the folder that has the runs."""
+        return self._folders.name_in(self._run_dir)
 
     @Overridable
     def version(self) -> int | str | None:
         """The name or number of the run."""
-        folder = "" if self._trainer is None else self._trainer.run_dir.name
-        number = folder.removeprefix("version_")
-        return int(number) if number != folder and number.isdecimal() else folder or None
+        return self._folders.version_in(self._run_dir)
 
     @Overridable
     def save_dir(self) -> Any:
-        """The folder in which the folders of experiments are."""
-        return None if self._trainer is None else str(self._trainer.settings.root)
+        """The folder that has the experiments' folders."""
+        return self._folders.save_dir(self._run_dir)
 
     @Overridable
     def root_dir(self) -> Any:
         """The folder of the experiment."""
-        return None if self._trainer is None else str(self._trainer.run_dir.parent)
+        return self._folders.root_dir(self._run_dir)
 
     @Overridable
     def log_dir(self) -> Any:
         """The folder of the run."""
-        return None if self._trainer is None else str(self._trainer.run_dir)
+        return self._folders.log_dir(self._run_dir)
+
+    @property
+    def _folders(self) -> LoggerFolder:
+        return self.place or RUN_DIRECTORY
 
     @property
     def _run_dir(self) -> Path | None:
@@ -161,7 +166,7 @@ class Logger(Callback):
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes: rank 0, unless it starts a run again that has ended, and is to stay as it is."""
+        """Whether this process writes: rank 0, unless it restarts a run that has ended, which stays unchanged."""
         trainer = self._trainer
         return detect_environment().rank == 0 if trainer is None else trainer.is_global_zero and not trainer.run.is_over
 
@@ -177,7 +182,7 @@ class Logger(Callback):
             what = f"{type(media).__name__.lower()} such as {key!r}"
             log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
 
-    # -- images and the like: the same call for every logger, on any rank; their module is imported at the first -------
+    # -- images and the like: the same call for every logger, on any rank ----------------------------------------------
 
     def log_image(
         self,
@@ -198,8 +203,6 @@ class Logger(Callback):
         Raises:
             ConfigError: a picture has a shape that no picture has, or the lists have other lengths.
         """
-        from trainer.metrics.media import as_images
-
         self._log_media(key, step, as_images, images, caption, options)
 
     def log_text(
@@ -216,20 +219,14 @@ class Logger(Callback):
             columns = columns if columns is not None or text is None else list(text)
             self.log_table(key, columns, data, dataframe, step)
         else:
-            from trainer.metrics.media import Text
-
             self._log_media(key, step, Text, text)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
         """Log the distribution of the finite numbers of a tensor, an array or a list."""
-        from trainer.metrics.media import as_histogram
-
         self._log_media(key, step, as_histogram, values, bins)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
         """Log a figure of matplotlib as a picture, and close it."""
-        from trainer.metrics.media import close_figure, figure_images
-
         self._log_media(key, step, figure_images, figure)
         if close:
             close_figure(figure)
@@ -243,8 +240,6 @@ class Logger(Callback):
         step: int | None = None,
     ) -> None:
         """Log a table: `columns` and `data`, a list of rows; or a pandas data frame."""
-        from trainer.metrics.media import as_table
-
         self._log_media(key, step, as_table, columns, data, dataframe)
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
@@ -263,7 +258,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 class LogFile:
-    """The file of a log. What cannot be written to it, as on a full disk, is kept in memory and written later."""
+    """The file of a log. Contents that cannot be written (disk full) are kept in memory and written later."""
 
     has: ClassVar[str] = "its points"
     """Its contents, for messages."""
@@ -313,24 +308,13 @@ class LogFile:
             log.error("%s could not be written until the end: %s kept in memory are lost.", self.path, self.has)
 
 
-class FolderLogger(Logger):
-    """A logger that writes into a folder."""
-
-    place: LoggerFolder
-
-    log_dir = Overridable(lambda self: self.place.log_dir(self._run_dir))
-    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
-    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
-    name = Overridable(lambda self: self.place.name_in(self._run_dir))
-    version = Overridable(lambda self: self.place.version_in(self._run_dir))
-
-
-class FileLogger(FolderLogger):
+class FileLogger(Logger):
     """A logger that writes one file, on rank 0; a resumed run continues the file of the run before.
 
     A subclass defines `open`. The file is written before each checkpoint, at the end, and every `flush_seconds`.
     """
 
+    place: LoggerFolder
     file_name: ClassVar[str]
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
@@ -426,14 +410,14 @@ class FileLogger(FolderLogger):
 class Tracker(Logger):
     """A logger whose values go to the client of a tracker: a service, or a store that others read.
 
-    A subclass defines `open`, `send_metrics`, and what else its tracker has. `open` is called before the first step, so
-    that a mistake ends the run there; all `send_` methods are called by a thread of their own, in order, so that
-    a slow client delays no step, and what they raise is logged and ends no training. A resumed run continues the
-    same run of the tracker, and sends again what was logged before its checkpoint and not sent when the process ended.
+    A subclass defines `open`, `send_metrics`, and the other methods that its tracker supports. `open` is called before
+    the first step, so that a mistake ends the run there. A separate thread calls all `send_` methods, in order, so that
+    a slow client delays no step; their errors are logged and never end a training. A resumed run continues the same run
+    of the tracker, and sends again the values logged before its checkpoint that were not sent when the process ended.
     """
 
     log_model: bool | Literal["all"] = False
-    """Send checkpoints: the best and the last one at the end of training (True), or each as it is written ("all")."""
+    """Send checkpoints: the best and the last one at the end of training (True), or each when it is written ("all")."""
     given_run_id: str | None = None
     """The run that the user wants to continue, also in a second `fit`; None: a new one for each, unless resumed."""
     seconds_at_end: float = 60.0
@@ -474,7 +458,7 @@ class Tracker(Logger):
         super().log_media(key, media, step)
 
     def send_checkpoint(self, folder: Path, name: str, aliases: list[str]) -> None:
-        """Send the files of a checkpoint, which stay as they are until this returns."""
+        """Send the files of a checkpoint, which stay unchanged until this returns."""
 
     def finish(self, failed: bool) -> None:
         """Tell the tracker that a stage has ended. Called in the training thread, after the last call is done."""
@@ -620,7 +604,7 @@ SENDING = ".sending-"
 
 
 def linked_copy(folder: Path, parent: Path) -> Path:
-    """Return a new folder in `parent` with hard links to the files of a folder, or copies where there are no links."""
+    """Return a new folder in `parent` with hard links to the files of a folder, or copies if there are none."""
     copy = Path(tempfile.mkdtemp(prefix=SENDING, dir=parent))
 
     def link_or_copy(one: str, other: str) -> None:

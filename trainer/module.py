@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
 from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
-from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
@@ -43,16 +43,11 @@ EXCLUDED_FROM_PICKLE = (
     *GRAPH_BREAKING_METHODS,
 )
 """Attributes excluded when a module is copied or pickled."""
+WITHOUT_TRAINER: Any = SimpleNamespace(loggers=(), rank=0, local_rank=0, global_step=0, current_epoch=0)
+"""The properties of a trainer, for a module that no trainer has run."""
 READ_ONLY = (
-    "hparams",
-    "trainer",
-    "device",
-    "dtype",
-    "global_step",
-    "current_epoch",
-    "global_rank",
-    "local_rank",
-    "loggers",
+    *("hparams", "trainer", "device", "dtype", "loggers"),
+    *("global_step", "current_epoch", "global_rank", "local_rank"),
 )
 
 
@@ -73,7 +68,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     """For `fit(weights=)`: regular expressions for names of pretrained weights -> their replacements, as in
     transformers' `from_pretrained(key_mapping=)`."""
     strict_loading: bool = True
-    """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
+    """With False, weights that a checkpoint lacks stay unchanged, and weights that the module lacks are left out."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
     _wrapped_for: type | None = None
@@ -109,10 +104,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch of `trainer.test`; the arguments are those of `validation_step`."""
+        """Evaluate one batch of `trainer.test`; the arguments are as in `validation_step`."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return predictions for one batch, by default `self(batch)`; the arguments are those of `validation_step`."""
+        """Return predictions for one batch, by default `self(batch)`; the arguments are as in `validation_step`."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     def configure_optimizers(self) -> Any:
@@ -177,7 +172,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on `device`; override for batches of your own types.
+        """Return the batch on `device`; override this for your own batch types.
 
         The default moves the tensors in nested containers.
         """
@@ -202,7 +197,6 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
         weight: float | torch.Tensor | None = None,
-        **unknown: Never,
     ) -> None:
         """Record a value, which stays on its device until the log is flushed and is then reduced over processes.
 
@@ -211,10 +205,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             value: a number, a tensor of one element, or a `torchmetrics.Metric`.
             prog_bar: show the value in the progress bar.
             logger: send the value to the loggers.
-            on_step: log the value of single steps, every `log_every_n_steps`: the latest since the last time. Default:
-                in training, unless an epoch hook is running, or `value` is a metric that was only updated.
-            on_epoch: log the reduction over the epoch. Default: where `on_step` is not the default. With `on_step` and
-                `on_epoch` the names are `name_step` and `name_epoch`.
+            on_step: log the latest single step's value, every `log_every_n_steps`. Default: True in training, except in
+                epoch hooks and for a metric that was only updated.
+            on_epoch: log the reduction over the epoch. Default: True wherever `on_step` is False by default. With both,
+                the names are `name_step` and `name_epoch`.
             reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max", or torch's
                 function of that name.
             enable_graph, sync_dist, sync_dist_group, metric_attribute: no effect: values are kept without their graph,
@@ -222,15 +216,13 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             add_dataloader_idx: with several evaluation loaders, log "name/loader" for each, and "name" over all of
                 them. False: "name" only.
             rank_zero_only: record the value of rank 0 only.
-            batch_size: number of samples that `value` is a mean over. Default: `num_items` of this batch, by which its
-                loss counts; else its samples, as the DataLoader says; else the first dimension of its tensors.
+            batch_size: number of samples that `value` is a mean over. Default: `num_items` of this batch, or else the
+                DataLoader's number of samples, or else the first dimension of the batch's tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
 
         Raises:
-            ConfigError: an option is unknown, the name or value cannot be logged, or there is no run.
+            ConfigError: the name or the value cannot be logged, or nothing is running.
         """
-        if unknown:
-            reject_unknown_options(unknown)
         if rank_zero_only and self.trainer.rank:
             return
         weight = weight if weight is not None else batch_size
@@ -314,7 +306,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     # -- one step, to override -----------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients. An override is called in place of `loss.backward()`, with the loss as it is scaled."""
+        """Compute the gradients. An override replaces `loss.backward()` and gets the scaled loss."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -350,7 +342,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     ) -> torch.Tensor | None:
         """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm.
 
-        What is None is as the trainer's setting says; other values than the trainer's hold for this call.
+        Arguments left at None use the trainer's settings; other values hold for this call only.
         """
         settings = self.trainer.settings
         value = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
@@ -386,36 +378,26 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
                 or a run directory, for its last one.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
-            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.
             weights_only: no effect: no checkpoint contains code.
             strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
             ConfigError: `map_location` names no device of this machine; or `strict` contradicts `strict_loading`.
-            CheckpointError: there is no valid checkpoint at `checkpoint_path`, or its weights do not fit.
+            CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(checkpoint_path))
-        of_hyperparameters = {
-            "module?": {str: object},
-            "arguments?": {str: (str, None, {str: [str]})},
-            "kinds?": {str: dict},
-        }
-        kinds = {
-            "model": dict,
-            "added?": dict,
-            "base?": {str: int},
-            "progress?": dict,
-            "hyperparameters?": of_hyperparameters,
-        }
+        inside = {"module?": {str: object}, "arguments?": {str: (str, None, {str: [str]})}, "kinds?": {str: dict}}
+        kinds = {"model": dict, "added?": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": inside}
         require(checkpoint, kinds, "the checkpoint")
         checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
         stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
         of_values = kept.get("kinds", {}).get("module") if hparams_file is None else None
-        inside = kept.get("arguments", {}).get("module")
-        arguments = constructor_arguments(cls, stored, inside, hyperparameters, of_values)
+        holders = kept.get("arguments", {}).get("module")
+        arguments = constructor_arguments(cls, stored, holders, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = construct(cls, arguments)
             module.configure_model()
@@ -437,10 +419,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add data of your own to `checkpoint`, which is about to be written, or rehearsed before the first step."""
+        """Add your own data to `checkpoint` before it is written, or rehearsed before the first step."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read data of your own from `checkpoint`, before the weights are loaded."""
+        """Read your own data from `checkpoint`, before the weights are loaded."""
 
     # -- hooks; the top of trainer/callback.py shows when each is called -----------------------------------------------
 
@@ -497,12 +479,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Args:
             group: the process group; None: all.
-            sync_grads: let gradients through, which are added up over the processes.
-            check: compare the place of the call, the keys, shapes and dtypes, and the position in the data between the
-                processes first, on the host, if `group` is None. False saves the exchange, about a millisecond.
+            sync_grads: propagate gradients, summed over the processes.
+            check: if `group` is None, first compare the place of the call, the keys, shapes and dtypes, and the
+                position in the data between the processes, on the host. False saves about a millisecond.
 
         Raises:
-            ConfigError: they differ, or a process has gone on without this call.
+            ConfigError: the processes differ, or one of them has continued without this call.
         """
         if self.trainer.world_size == 1:
             return data
@@ -514,7 +496,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         """Return the tensors in `data` (nested) of all processes, joined along their first dimension in rank order.
 
         The lengths of that dimension may differ. A process without a tensor gives None in its place. On one process
-        `data` is returned unchanged. Collective. `sync_grads` and `check` are those of `all_gather`.
+        `data` is returned unchanged. Collective. `sync_grads` and `check` are as in `all_gather`.
         """
         self.trainer.run.begin_call("self.gather_uneven", None, check)
         return gather_uneven(data, self.device, self.trainer.strategy.processes, sync_grads)
@@ -540,7 +522,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             kwargs: of `torch.onnx.export`.
 
         Raises:
-            ConfigError: there is no sample.
+            ConfigError: no inputs are given.
         """
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
@@ -592,24 +574,30 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return trainer
 
     @property
+    def _facts(self) -> Trainer:
+        """The trainer, or the values that hold without one."""
+        facts: Trainer = self.__dict__.get("_trainer") or WITHOUT_TRAINER
+        return facts
+
+    @property
     def logger(self) -> Logger | None:
         """The trainer's first logger; None without a trainer."""
-        return self.trainer.logger if self.__dict__.get("_trainer") else None
+        return next(iter(self.loggers), None)
 
     @property
     def loggers(self) -> list[Logger]:
         """The trainer's loggers; none without a trainer."""
-        return self.trainer.loggers if self.__dict__.get("_trainer") else []
+        return [*self._facts.loggers]
 
     @property
     def global_rank(self) -> int:
         """The rank of this process; 0 without a trainer."""
-        return self.trainer.rank if self.__dict__.get("_trainer") else 0
+        return self._facts.rank
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine; 0 without a trainer."""
-        return self.trainer.local_rank if self.__dict__.get("_trainer") else 0
+        return self._facts.local_rank
 
     @property
     def device_mesh(self) -> Any:
@@ -631,12 +619,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     @property
     def global_step(self) -> int:
         """Steps done; 0 without a trainer."""
-        return self.trainer.global_step if self.__dict__.get("_trainer") else 0
+        return self._facts.global_step
 
     @property
     def current_epoch(self) -> int:
         """The epoch in progress, from 0; 0 without a trainer."""
-        return self.trainer.current_epoch if self.__dict__.get("_trainer") else 0
+        return self._facts.current_epoch
 
     def attach(self, trainer: Trainer | None) -> None:
         """Set the trainer of this module, outside of `nn.Module`'s registries, copies and pickles."""

@@ -29,7 +29,7 @@ log = logging.getLogger("trainer")
 _ANY_GROUPS = (StepLR, MultiStepLR, ConstantLR, LinearLR, ExponentialLR)
 """Schedulers that multiply the rate of each group that the optimizer has."""
 _DEEPEST = 4
-"""Names on the way to the last object in which optimizers are looked for."""
+"""Optimizers are searched in attributes of attributes, down to this depth."""
 _LIBRARIES = frozenset({"torch", "trainer", *sys.stdlib_module_names} - {"types"})
 """Packages whose objects are not looked into, but for namespaces, which are of `types`."""
 
@@ -244,7 +244,7 @@ def copy_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if `optimizer.step` requires a closure, as that of LBFGS does."""
+    """Return True if `optimizer.step` requires a closure, as LBFGS's does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -39,14 +39,14 @@ class HasState(Protocol):
 
 
 GLOBAL_SEED = "TRAINER_GLOBAL_SEED"
-"""The environment variable with the seed of the last `seed_everything`, by which later runs without a seed begin."""
+"""The environment variable with the seed of the last `seed_everything`, for later runs without a seed."""
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed the global generators, as `seed_generators` does, and later runs of a Trainer without a seed; return it.
 
     Args:
-        seed: None for that of the last call in this process, or of the environment variable PL_GLOBAL_SEED; else 0.
+        seed: None: the last call's seed, or else the environment variable PL_GLOBAL_SEED, or else 0.
         workers: no effect: the workers of a run are always seeded, by its seed.
         verbose: no effect: the run directory has the seed.
 
@@ -135,12 +135,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": _numpy_as_data(np.random.get_state(legacy=False)),
         "python": _python_as_data(random.getstate()),
     }
-    if device is not None and device.type == "xla":
-        from torch_xla.core import xla_model
-
-        state["xla"] = xla_model.get_rng_state(device)
-    elif (module := _module_with_generator(device)) is not None:
-        assert device is not None
+    if device is not None and (module := _module_with_generator(device)) is not None:
         state[device.type] = module.get_rng_state(*_argument(device))
     return state
 
@@ -210,10 +205,14 @@ def generator_like(state: Mapping[str, Any]) -> Any:
     return torch.Generator("cpu" if "torch" in state else next(iter(state)))
 
 
-def _module_with_generator(device: torch.device | None) -> Any:
+def _module_with_generator(device: torch.device) -> Any:
     """Return torch's module for the device's type, such as `torch.cuda`, if it shows a generator; None if not."""
-    if device is None or device.type == "cpu":
+    if device.type == "cpu":
         return None
+    if device.type == "xla":
+        from torch_xla.core import xla_model
+
+        return xla_model
     module = torch.get_device_module(device)
     return module if hasattr(module, "get_rng_state") else None
 
@@ -225,13 +224,9 @@ def _argument(device: torch.device) -> tuple[torch.device, ...]:
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore what `rng_state` returned; a device's generator is restored only on a device of the same type."""
     torch.set_rng_state(state["torch"].cpu())
-    if device is not None and device.type in state:
-        if device.type == "xla":
-            from torch_xla.core import xla_model
-
-            xla_model.set_rng_state(state["xla"], device)
-        elif (module := _module_with_generator(device)) is not None:
-            module.set_rng_state(state[device.type].cpu(), *_argument(device))
+    if device is not None and device.type in state and (module := _module_with_generator(device)) is not None:
+        of_device = state[device.type]  # XLA's is a number
+        module.set_rng_state(of_device if device.type == "xla" else of_device.cpu(), *_argument(device))
     np.random.set_state(_numpy_of_data(state["numpy"]))
     random.setstate(_python_of_data(state["python"]))
 

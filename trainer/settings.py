@@ -66,7 +66,7 @@ class Settings:
     )
     deadline_margin: float | None = argument(
         None,
-        "Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves.",
+        "Seconds before the deadline at which to stop. Default: estimated from times of steps, validations and saves.",
         least=0,
     )
     min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.", least=0)
@@ -148,7 +148,7 @@ class Settings:
 
     seed: int | None = argument(
         None,
-        "Seed of everything random: weights, dropout, order of the data. Default: that of seed_everything, or new.",
+        "Seed of everything random: weights, dropout, order of the data. Default: seed_everything's, or a new one.",
         least=0,
     )
     seed_per_sample: bool = argument(
@@ -159,7 +159,7 @@ class Settings:
         True, "Split DataLoaders over the processes. False: each process gets what its own sampler gives."
     )
     reload_dataloaders_every_n_epochs: int = argument(
-        0, "Ask the module or data module for its loaders anew every so many epochs; 0: never.", least=0
+        0, "Ask the module or data module for new loaders every so many epochs; 0: never.", least=0
     )
     sync_batchnorm: bool = argument(
         False, "BatchNorm over the batches of all processes (torch.nn.SyncBatchNorm); needs GPUs."
@@ -227,7 +227,7 @@ class Settings:
 
     @property
     def window(self) -> int:
-        """Return the micro-batches of a step with which a run begins; 1 for "auto"."""
+        """Return the micro-batches of a run's first step; 1 for "auto"."""
         return 1 if self.accumulate_grad_batches == "auto" else self.accumulate_grad_batches
 
     @property
@@ -249,7 +249,7 @@ class Settings:
 
     @cached_property
     def root(self) -> Path:
-        """Return `default_root_dir` as an absolute path, which stays that of the first call."""
+        """Return `default_root_dir` as an absolute path, fixed at the first call."""
         return kept_path(self.default_root_dir)
 
     @property
@@ -272,18 +272,10 @@ PROFILERS = {
 }
 """Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
 NONE_IS_DEFAULT = (
-    "precision",
     *_LIMITS,
-    "val_check_interval",
-    "num_sanity_val_steps",
-    "gradient_clip_algorithm",
-    "log_every_n_steps",
-    "logger",
-    "enable_progress_bar",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "default_root_dir",
-    "deterministic",
+    *("precision", "val_check_interval", "num_sanity_val_steps", "gradient_clip_algorithm", "log_every_n_steps"),
+    *("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"),
+    *("default_root_dir", "deterministic"),
 )
 """Arguments with the default None in Lightning: None stands for the default of this class."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +26,7 @@ from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, 
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import did_you_mean, unknown_name_error
+from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
@@ -52,7 +51,7 @@ class StepOptions:
     """Samples of a micro-batch on one process."""
     schedulers: Sequence[object] | None = None
     run_dir: Path | None = None
-    """Directory in which a strategy may write its configuration; None: write nothing."""
+    """Directory for a strategy's configuration file; None: write nothing."""
     compiles_module: bool = False
     """True if the module is compiled as one, not block by block."""
     reuses_memory: bool = False
@@ -66,7 +65,7 @@ class StepOptions:
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm at which gradients are clipped; None: no clipping by norm."""
+        """The largest norm of the gradients, which are clipped to it; None: no clipping by norm."""
         return self.clip_value if self.clip_algorithm == "norm" else None
 
 
@@ -390,7 +389,7 @@ class Strategy(ChecksArguments, Answers):
         """Load what `optimizer_state` of any strategy returned.
 
         Raises:
-            CheckpointError: the state is that of another class of optimizer, or of other parameters.
+            CheckpointError: the state belongs to another class of optimizer, or to other parameters.
         """
         load_by_position(optimizer, state_by_position(self.module, optimizer, state))
 
@@ -410,7 +409,7 @@ class Strategy(ChecksArguments, Answers):
 
 
 def inherits(strategy: Strategy, method: str) -> bool:
-    """Whether a method of the strategy is that of `Strategy`, which may have nothing to do."""
+    """Whether a strategy does not override a method of `Strategy`."""
     return getattr(getattr(strategy, method), "__func__", None) is getattr(Strategy, method)
 
 
@@ -421,7 +420,7 @@ def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
 
 
 def keeps_batches(strategy: Strategy) -> bool:
-    """Whether `to_device` returns each batch as it is; known after `setup_environment`."""
+    """Whether `to_device` returns each batch unchanged; known after `setup_environment`."""
     return inherits(strategy, "to_device") and not strategy._moves_batches
 
 
@@ -443,7 +442,7 @@ def has_gradients(optimizer: Optimizer) -> bool:
 def marks_of_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
     """Return numbers that change with the gradients."""
     gradients = [parameter.grad for parameter in parameters]
-    # FSDP2 adds to the shard below a DTensor, of which the DTensor's own version knows nothing.
+    # FSDP2 adds to the shard below a DTensor, which does not change the DTensor's version.
     shards = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
     return [None if shard is None else (id(shard), shard._version) for shard in shards]
 
@@ -527,7 +526,7 @@ class ChangingBuffers:
 
 
 class Values:
-    """Sets tensors of a module from those of a checkpoint, or from shards; here tensors that are full."""
+    """Sets a module's tensors from a checkpoint's tensors or from shards. This class sets full tensors."""
 
     def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         """Return the full shape of a tensor that only `set` can set; None for any other."""
@@ -549,7 +548,7 @@ def load_values(
                 values.set(tensor, state[name])
         return
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    # Parameters, also those of other processes, are read one at a time; what a module may keep as it is, before.
+    # Parameters are read one at a time, also for other processes; values that the module may keep are read before.
     given: dict[str, Any] = dict(state)
     late = {name for name, one in given.items() if isinstance(one, StoredTensor) and name not in buffers}
     full = {name: read_when_used(one) if name in late else in_memory(one) for name, one in given.items()}
@@ -655,7 +654,7 @@ def backward_with(strategy: Strategy, *args: Any, **options: Any) -> Iterator[No
 
 
 _MODES_IN_TRAINING: WeakKeyDictionary[nn.Module, dict[nn.Module, bool]] = WeakKeyDictionary()
-"""The modes of the submodules of each module that is being evaluated, as they were before."""
+"""The training modes of the submodules of each module that is being evaluated."""
 
 
 @contextmanager
@@ -702,9 +701,9 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
     if isinstance(strategy, Strategy):
         return strategy, "given as an object"
     known = available_strategies()
-    if strategy == "auto" and device_type == "xla":
-        return known["xla"](), "auto: torch_xla's devices"
     if strategy == "auto":
+        if device_type == "xla":
+            return known["xla"](), "auto: torch_xla's devices"
         return known["ddp" if num_processes > 1 else "single_device"](), f"auto: {num_processes} processes"
     if strategy not in known:
         classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
@@ -717,21 +716,11 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 
 
 def unknown_methods(strategy: Strategy) -> list[str]:
-    """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s,
-    or one of Lightning's strategies.
-
-    Other names are the user's own.
-    """
-    known = [name for name in vars(Strategy) if not name.startswith("_")]
+    """Return a problem for each name in a user's strategy that Lightning's strategies have; others are the user's."""
     users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
-    names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
-    advice = member_words(type(strategy), names)
-    return [
-        f"{type(strategy).__name__}.{name} is never used: Strategy has no such name."
-        + did_you_mean(name, known, advice)
-        for name in sorted(names)
-        if name in advice or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    ]
+    advice = member_words(type(strategy), {name for cls in users for name in vars(cls)} - vars(Strategy).keys())
+    kind = type(strategy).__name__
+    return [f"{kind}.{name} is never used: Strategy has no such name. Use {advice[name]}." for name in sorted(advice)]
 
 
 def override_problems(module: TrainModule | None, name: str) -> list[str]:
@@ -749,7 +738,7 @@ def override_problems(module: TrainModule | None, name: str) -> list[str]:
 
 def keep_wrapper(module: TrainModule, wrapper: nn.Module, kind: type[Strategy]) -> None:
     """Have a module keep its wrapper after the run, for later runs under strategies of class `kind`."""
-    # Not as a submodule: the module's own keys stay as they are.
+    # Not as a submodule: the module's keys stay unchanged.
     module.__dict__.update(_wrapper=wrapper, _wrapped_for=kind)
 
 

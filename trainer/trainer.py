@@ -273,8 +273,8 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Run `validation_step` over the validation loaders; return the logged values, reduced over all processes.
 
-        Every sample counts exactly once, on any number of processes. The values are a dict for each loader: in that of
-        one of several loaders names end with "/" and the loader's name, by default "dataloader_idx_0" and so on.
+        Every sample counts exactly once, on any number of processes. Each loader has a dict of values. With several
+        loaders the names in it end with "/" and the loader's name, "dataloader_idx_0" and so on by default, and
         `callback_metrics` also has the values over all loaders.
 
         Args:
@@ -292,7 +292,6 @@ class Trainer:
             ConfigError: the run cannot work; raised before the first batch where possible.
             CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
-        _refuse_no_bool("verbose", verbose)
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_validation(run), verbose)
@@ -307,8 +306,7 @@ class Trainer:
         weights_only: bool | None = None,
         **others: Any,
     ) -> list[dict[str, float]]:
-        """Run `test_step` over the test loaders; arguments, results and errors are those of `validate`."""
-        _refuse_no_bool("verbose", verbose)
+        """Run `test_step` over the test loaders; arguments, results and errors are as in `validate`."""
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_test(run), verbose)
@@ -323,10 +321,11 @@ class Trainer:
         weights_only: bool | None = None,
         **others: Any,
     ) -> list[Any] | None:
-        """Run `predict_step` over the prediction loaders; return the outputs of this process, of each batch.
+        """Run `predict_step` over the prediction loaders; return this process's outputs, one for each batch.
 
-        Those of several loaders are in a list each. Outputs also go to callbacks such as PredictionWriter, batch by
-        batch; with one, or with `return_predictions=False`, none are kept in memory, and None is returned.
+        With several loaders, return a list of outputs for each loader. Callbacks such as PredictionWriter get the
+        outputs batch by batch; with such a callback, or with `return_predictions=False`, nothing is kept in memory and
+        None is returned.
 
         Args:
             module, dataloaders, datamodule, ckpt_path, weights_only, others: as in `validate`.
@@ -335,7 +334,6 @@ class Trainer:
         Raises:
             ConfigError, CheckpointError: as in `validate`.
         """
-        _refuse_no_bool("return_predictions", return_predictions)
         call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             kept = return_predictions
@@ -361,22 +359,23 @@ class Trainer:
     ) -> None:
         """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
-        Collective: every process must call this, at the end of a step. In a validation inside `fit`, but for
-        `on_validation_end`, the checkpoint is written when that has ended, and in `on_train_epoch_end` when all
-        callbacks and schedulers have seen the epoch; `on_checkpoint_saved` tells it.
+        Collective: every process must call this, at the end of a step. During a validation inside `fit` (before
+        `on_validation_end`) the checkpoint is written after the validation. In `on_train_epoch_end` it is written once
+        all callbacks and schedulers have seen the epoch. `on_checkpoint_saved` is called when it is committed.
 
         Args:
             filepath: the folder or URL.
-            weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
-            storage_options: None; fsspec reads the options of a URL from its own configuration.
-            info: data of your own, for `trainer checkpoint list` and the like.
+            weights_only: leave out the state of optimizers and schedulers; training cannot continue from it.
+            storage_options: not supported; fsspec reads the options of a URL from its configuration file.
+            info: your own data, for `trainer checkpoint list` and the like.
 
         Raises:
-            ConfigError: `weights_only` is no bool, or `storage_options` is given.
+            ConfigError: `weights_only` is not a bool, or `storage_options` is given.
             CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
-        _refuse_no_bool("weights_only", weights_only, "; data of your own are info={...}")
+        if weights_only not in (None, True, False):
+            raise ConfigError(f"weights_only={shown(weights_only)}: give True or False. Your own data go to info=.")
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         if run.saves_wait and not run.interrupted:
@@ -406,10 +405,10 @@ class Trainer:
     ) -> None:
         """Pass the state of the run, and `info` with step, epoch and time, to `write` on rank 0. Collective.
 
-        With `weights_only` without optimizers, schedulers and loss scaling, so that training cannot go on from it.
+        With `weights_only` the state lacks optimizers, schedulers and loss scaling; training cannot continue from it.
 
-        `info` may be a function, called on all processes with the names of tensors that are not finite: these also go
-        into the info, as "nonfinite".
+        `info` may be a function. It is called on all processes with the names of the tensors that are not finite,
+        which also go into the info as "nonfinite".
 
         If the state is sharded (`strategy.shards_state`), `write` is called on each process with its shards, to write
         them together with `self.checkpoint_group`. An error in `write` is raised on every process.
@@ -450,8 +449,8 @@ class Trainer:
                 In the block no gradients are recorded; an error in it undoes the changes. False: only read them.
 
         Raises:
-            ConfigError: the weights are not there yet, `module` is no part of the run's, a process does not call
-                this, or a parameter was changed without `write`, or replaced.
+            ConfigError: the weights do not exist yet, `module` is not part of the run's module, a process does not
+                call this, or a parameter was replaced, or changed without `write`.
         """
         if not isinstance(module, nn.Module) or not isinstance(write, bool):
             raise ConfigError(
@@ -550,7 +549,7 @@ class Trainer:
                         break
                     if not self._end_step(run, window):
                         return
-                if run.validation_interval is not None and not self._validate_inside_epoch(run):
+                if run.validation_interval is not None and self.validation_due() and not self._validate(run):
                     return
                 if (clock.stops() or progress.step >= clock.last_step) and self._stops_after(run, windows, waiting):
                     return
@@ -560,7 +559,7 @@ class Trainer:
         """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
         if run.clock.stops() and self._leaves_epoch(run, windows):
             return True
-        if self.validation_due() and not self._validate_once(run):
+        if self.validation_due() and not self._validate(run, once=True):
             return True
         ends = run.clock.stops() or run.progress.step >= run.clock.last_step
         return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
@@ -752,7 +751,7 @@ class Trainer:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
-        if self._epoch_validates() and not self._validate_once(run):
+        if self._epoch_validates() and not self._validate(run, once=True):
             return
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
@@ -766,22 +765,17 @@ class Trainer:
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         run.end_epoch()
 
-    def _validate_once(self, run: Run) -> bool:
-        """Validate unless that has been done after this step, by the run from whose checkpoint this one was resumed.
+    def _validate(self, run: Run, once: bool = False) -> bool:
+        """Validate, and step the schedulers that have waited for the result.
+
+        Args:
+            once: do not validate again if the run whose checkpoint was resumed has done so after this step.
 
         Returns:
-            False if a signal has stopped the run: it is validated after a resume.
+            False if a signal has stopped the run, which validates after its resume.
         """
-        if run.progress.validated_step != run.progress.step and not validate_during_fit(run):
-            return False
-        self._step_waiting_schedulers(run)
-        return True
-
-    def _validate_inside_epoch(self, run: Run) -> bool:
-        """Validate if that is due after the last window, also if that was left out; False as of `_validate_once`."""
-        if not self.validation_due():
-            return True
-        if not validate_during_fit(run):
+        is_done = once and run.progress.validated_step == run.progress.step
+        if not is_done and not validate_during_fit(run):
             return False
         self._step_waiting_schedulers(run)
         return True
@@ -803,7 +797,7 @@ class Trainer:
         run.check_numbers()
         run.generators.restore()  # of a resumed run that has nothing left to train
         run.clock.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
-        # The checkpoint comes first: in a run that goes on from it the epoch, and the training, ends later.
+        # The checkpoint comes first: for a run that resumes from it, the epoch and the training end later.
         run.saving_hooks.on_train_end()
         if run.in_epoch and not exit_code(run.clock.stop_reason):
             self._publish_epoch(run)
@@ -896,7 +890,7 @@ class Trainer:
     def _schedulers_wait(self, run: Run) -> bool:
         """Return True if schedulers of steps wait, for the next window or the validation at the epoch's end.
 
-        Which of the two comes next is not known of data that each process reads by itself.
+        It is not known which comes next if each process reads its own stream of data.
         """
         assert run.train_loader is not None
         return run.train_loader.samples_per_epoch is None and self._epoch_validates()
@@ -1026,7 +1020,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The trainer's callbacks and loggers, and those of the module."""
+        """The callbacks and loggers of the trainer and the module."""
         return self.config.callbacks if self._run is None else self._run.callbacks
 
     @property
@@ -1046,7 +1040,7 @@ class Trainer:
 
     @property
     def validating(self) -> bool:
-        """Whether validation is in progress, inside `fit` or by itself."""
+        """Whether a validation is in progress, inside `fit` or in `validate`."""
         return self._last.validating
 
     @property
@@ -1148,22 +1142,22 @@ class Trainer:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader as it was given; None outside of `fit`."""
+        """The user's training loader; None outside of `fit`."""
         return self._given_loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, or list or dict of loaders, as it was given; None without."""
+        """The user's validation loader, or list or dict of loaders; None without."""
         return self._given_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders as they were given; None without."""
+        """The user's test loaders; None without."""
         return self._given_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders as they were given; None without."""
+        """The user's prediction loaders; None without."""
         return self._given_loaders("predict")
 
     def _given_loaders(self, kind: str) -> Any:
@@ -1290,7 +1284,7 @@ class Trainer:
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values of `callback_metrics` with `prog_bar=True`, as numbers: each access reads the device.
 
-        `flushed_progress_bar_metrics` has those of the last flush, without reading the device.
+        `flushed_progress_bar_metrics` has the values of the last flush, without reading the device.
         """
         values = {**self._session.progress_bar_metrics, **self._latest("progress_bar")}
         return {name: float(value) for name, value in values.items()}
@@ -1455,12 +1449,6 @@ class Trainer:
 
 def _or_infinite(batches: int | None) -> int | float:
     return math.inf if batches is None else batches
-
-
-def _refuse_no_bool(name: str, value: Any, more: str = "") -> None:
-    """Raise ConfigError for a value that is not True, False or None, without asking it what it is."""
-    if value is not None and type(with_python_numbers(value)) is not bool:
-        raise ConfigError(f"{name}={shown(value)}: give True or False{more}.")
 
 
 answer_further_names(__name__)

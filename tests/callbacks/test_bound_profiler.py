@@ -21,7 +21,7 @@ from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
 from trainer.callbacks.bound_profiler import (
     COMMUNICATION,
     COMPUTE,
-    Shares,
+    TimeShares,
     device_spans,
     exclusive_seconds,
     stragglers,
@@ -211,8 +211,8 @@ def test_of_several_processes_the_one_that_holds_up_the_others_is_described() ->
 
 
 def test_processes_that_differ_a_little_are_no_stragglers() -> None:
-    even = [Shares("a", {DATA: 0.02}, 0.0), Shares("b", {DATA: 0.05}, 0.0), Shares("c", {DATA: 0.06}, 0.0)]
+    even = [TimeShares("a", {DATA: 0.02}, 0.0), TimeShares("b", {DATA: 0.05}, 0.0), TimeShares("c", {DATA: 0.06}, 0.0)]
     assert not stragglers(even)
-    assert stragglers([*even, Shares("d", {DATA: 0.5}, 0.0)]) == [
+    assert stragglers([*even, TimeShares("d", {DATA: 0.5}, 0.0)]) == [
         "rank 3 (d) spends 50% in data wait, the median rank 5%: the others wait for it in every step."
     ]

@@ -150,7 +150,7 @@ def test_training_goes_on_with_the_former_checkpoint_if_wanted(
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     for number, message in zip((3, 4), errors, strict=True):
-        assert "SAVING A CHECKPOINT HAS FAILED, and training goes on" in message
+        assert "SAVING A CHECKPOINT HAS FAILED, and training continues" in message
         assert f"step={number}: File too large" in message
         assert "The last checkpoint is still step=2." in message
 

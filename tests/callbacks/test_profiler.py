@@ -202,7 +202,7 @@ def test_slow_iterables_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     clock = Clock()
     profiled_on(SlowData(clock, 3, seconds=78.0), clock)
     printed = capsys.readouterr().out
-    assert "78% of the time went into waiting for training data. It comes from an iterable of your own" in printed
+    assert "78% of the time went into waiting for training data. The data come from your own iterable" in printed
 
 
 def test_no_hint_without_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, ProgressBar, RichProgressBar
-from trainer.callbacks.progress_bar import _Bars, _Lines
+from trainer.callbacks.progress_bar import _LineDisplay, _TqdmDisplay
 
 Attach = Callable[..., Terminal]
 
@@ -144,7 +144,7 @@ def test_with_max_steps_the_bar_counts_the_batches_of_the_run(attach: Attach) ->
 
 def test_the_time_of_a_validation_alone_does_not_count_in_the_rate(attach: Attach) -> None:
     attach()
-    bars = _Bars(sys.stderr, leave=False)
+    bars = _TqdmDisplay(sys.stderr, leave=False)
     bars.start("epoch", total=4, done=0, keep=True)
     time.sleep(0.05)  # batches for which the bar was not drawn
     bars.start("validation", total=1, done=0, keep=False)
@@ -251,23 +251,23 @@ def test_plain_lines_of_a_program_that_executes_notebooks(
 
 
 def test_a_log_has_validations_inside_an_epoch_and_a_stop(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Lines, "PAUSE", 0.0)
-    monkeypatch.setattr(_Lines, "update", lambda *args: None)
+    monkeypatch.setattr(_LineDisplay, "PAUSE", 0.0)
+    monkeypatch.setattr(_LineDisplay, "update", lambda *args: None)
     fit(val_check_interval=2, max_epochs=9, max_steps=5)
     titles = [line.split(" batches")[0] for line in capfd.readouterr().err.splitlines()]
     assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/5"]
 
 
 def test_each_epoch_has_a_line(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Lines, "PAUSE", 1000.0)
+    monkeypatch.setattr(_LineDisplay, "PAUSE", 1000.0)
     fit(max_epochs=20)
     titles = [line.split(":")[0] for line in capfd.readouterr().err.splitlines()]
     assert titles == [f"epoch {number}/19" for number in range(20)]
 
 
 def test_long_epochs_print_lines_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Lines, "PAUSE", 0.05)
-    monkeypatch.setattr(_Lines, "seconds", 0.01)
+    monkeypatch.setattr(_LineDisplay, "PAUSE", 0.05)
+    monkeypatch.setattr(_LineDisplay, "seconds", 0.01)
     clock = Clock()
     monkeypatch.setattr("trainer.callbacks.progress_bar.time", clock)
     slow = LambdaCallback(on_train_batch_start=lambda *_: clock.advance(0.03))

@@ -12,18 +12,18 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer.callbacks import StragglerMonitor
-from trainer.callbacks.straggler_monitor import Times
+from trainer.callbacks.straggler_monitor import StepTimes
 from trainer.errors import ConfigError
 
 SLOW_S = 0.1
 
 
-def times(rank: int, data: float, forward: float, rest: float = 1.0, steps: int = 10) -> Times:
+def times(rank: int, data: float, forward: float, rest: float = 1.0, steps: int = 10) -> StepTimes:
     """Return the times of several equal steps, in seconds."""
-    return Times(rank, f"node{rank}", steps, data * steps, forward * steps, rest * steps)
+    return StepTimes(rank, f"node{rank}", steps, data * steps, forward * steps, rest * steps)
 
 
-def looks(callback: StragglerMonitor, *every: list[Times]) -> list[str]:
+def looks(callback: StragglerMonitor, *every: list[StepTimes]) -> list[str]:
     """Return the messages after several looks."""
     messages = []
     for one in every:
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_reported() -> None:
         StragglerMonitor(every_n_steps=0, patience=0, max_rows=0, factor=1.0)
 
 
-def of_two(which: str) -> tuple[dict[int, Times], list[str]]:
+def of_two(which: str) -> tuple[dict[int, StepTimes], list[str]]:
     """Train with a slow forward or slow data on rank 1; return what rank 0 has measured and logged."""
     messages: list[str] = []
 

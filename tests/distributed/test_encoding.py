@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.messages import raises_recorded
-from trainer.callbacks.straggler_monitor import Times
+from trainer.callbacks.straggler_monitor import StepTimes
 from trainer.checkpoint.disk import FileEntry, WriteError
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.distributed.encoding import from_bytes, to_bytes
@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError, ConfigError, TrainerError
 VALUES = {
     "plain": [None, True, 3, -2.5, float("inf"), "ä\n", b"\x00x"],
     "nested": {"a": (1, {2, 3}), 4: {"b": []}, (5, 6): None, "<kind>": 1},
-    "records": [FlatSlice(1, 2, 3, 4), FileEntry(5, "ab"), Times(0, "host", 1, 2.0, 3.0, 4.0)],
+    "records": [FlatSlice(1, 2, 3, 4), FileEntry(5, "ab"), StepTimes(0, "host", 1, 2.0, 3.0, 4.0)],
     "dtypes": (torch.bfloat16, torch.int64, torch.Size([2, 3])),
 }
 

@@ -34,8 +34,6 @@ LOGGED: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
     "the trainer's step, by a callback": lambda self, loss, batch: self.trainer.log("step", loss),
     "never": lambda self, loss, batch: self.log("x", loss, on_step=False, on_epoch=False),
     "reduction unknown": lambda self, loss, batch: self.log("x", loss, reduce_fx="avg"),
-    "reduction of old": lambda self, loss, batch: self.log("x", loss, reduction="max"),
-    "option misspelt": lambda self, loss, batch: self.log_dict({"x": loss}, progbar=True),
     "batch size": lambda self, loss, batch: self.log("x", loss, batch_size=batch[0]),
     "metric class": lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric),
     "metric of nobody": lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric()),
@@ -288,14 +286,6 @@ def test_state_that_is_not_data(arguments: dict[str, Any]) -> None:
 
     module = Net() if arguments else net(on_save_checkpoint=on_save_checkpoint)
     refused(lambda: fit(module, trainer=quiet(**arguments)), error=CheckpointError)
-
-
-@pytest.mark.parametrize(
-    ("method", "option"), [("validate", "verbose"), ("test", "verbose"), ("predict", "return_predictions")]
-)
-@pytest.mark.parametrize("value", ["yes", 3], ids=["text", "number"])
-def test_options_that_are_neither_true_nor_false(method: str, option: str, value: Any) -> None:
-    refused(lambda: getattr(quiet(), method)(net(), loader(), **{option: value}))
 
 
 def test_a_member_of_an_enumeration_is_no_loader() -> None:

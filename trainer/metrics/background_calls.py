@@ -1,4 +1,4 @@
-"""Background calls: the calls of a tracker's client, in order, by a thread of their own."""
+"""Background calls: a separate thread makes the calls of a tracker's client, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_QUEUE = 100_000
 
 
 class BackgroundCalls:
-    """Makes calls in order, in a thread of its own, so that a slow client delays no step.
+    """Makes calls in order, in a separate thread, so that a slow client delays no step.
 
     An error of a call is logged, once for each kind, and the calls after it are made: a tracker that cannot be reached
     ends no training.

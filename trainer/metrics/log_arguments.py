@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, did_you_mean
-
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight", "add_dataloader_idx")
-
-
-def reject_unknown_options(options: Iterable[str]) -> None:
-    """Raise `ConfigError` for options that `self.log` does not have."""
-    for option in options:
-        hint = did_you_mean(option, OPTIONS)
-        raise ConfigError(f"self.log has no option {option!r}.{hint} Options: {', '.join(OPTIONS)}.")
-
+from trainer.errors import ConfigError
 
 _FUNCTIONS = {
     torch.mean: "mean",
@@ -47,20 +37,18 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
         raise ConfigError(f"self.log({name!r}): {disabled_reason}")
     if name in RESERVED_NAMES:
         raise ConfigError(
-            f"self.log({name!r}): loggers, filenames and monitor= know {name!r} as the trainer's count of {name}s. "
-            f"Leave the call out: the axis stays the step, and files of metrics have a column of epochs, too. Or give "
-            f"the value another name, such as 'my_{name}'."
+            f"self.log({name!r}): every logger already gets the trainer's count of {name}s under this name. Leave the "
+            f"call out, or rename the value to 'my_{name}'."
         )
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise `ConfigError` for a complex number, and for a tensor of which this process holds a part."""
+    """Raise `ConfigError` for a complex number and for a sharded tensor."""
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
     if hasattr(value, "full_tensor"):
         raise ConfigError(
-            f"self.log({name!r}) got a {type(value).__name__}, of which this process holds a part: log "
-            "value.full_tensor(), and call that on all processes."
+            f"self.log({name!r}) got a sharded {type(value).__name__}: log value.full_tensor(), on all processes."
         )
 
 
@@ -70,11 +58,9 @@ def as_number(name: str, value: Any) -> float:
     Raises:
         ConfigError: `value` is not a number.
     """
-    try:
+    with suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)):
             return float(value)
-    except (TypeError, ValueError):
-        pass
     raise ConfigError(
         f"self.log({name!r}) got a {type(value).__name__}: give a number, a tensor with one element, or a "
         "torchmetrics.Metric object; for a dict of values or a MetricCollection use self.log_dict."

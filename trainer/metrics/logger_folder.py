@@ -34,7 +34,7 @@ class LoggerFolder:
         self.name, self.version = name, version
         self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
         self.number: int | None = None
-        """The version of a run whose folder would be that of an earlier run."""
+        """The version of a run whose folder would otherwise be an earlier run's."""
         self.chosen = self.goes_on = False
 
     @property
@@ -43,7 +43,7 @@ class LoggerFolder:
         return self.given is not None and self.version is None
 
     def state(self) -> dict[str, int]:
-        """Return what a checkpoint keeps, by which a resumed run finds the folder again."""
+        """Return the state with which a resumed run finds the folder again."""
         return {} if self.number is None else {"version": self.number}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class LoggerFolder:
             self.number = state.get("version")
 
     def begin(self, run_dir: Path | None) -> None:
-        """Choose the folder of a new run, in which no earlier run has left files."""
+        """Choose a new run's folder, without files of earlier runs."""
         self.number = None
         while self.depends_on_files and self._has_files(run_dir):
             version = self.version_in(run_dir) if self.name or self.number is not None else 0
@@ -78,18 +78,18 @@ class LoggerFolder:
         return None if folder is None else str(folder)
 
     def root_dir(self, run_dir: Path | None) -> str | None:
-        """Return the folder in which the versions are."""
+        """Return the folder that has the versions."""
         save_dir = self.save_dir(run_dir)
         return None if save_dir is None else str(Path(save_dir, self.name or ""))
 
     def save_dir(self, run_dir: Path | None) -> str | None:
-        """Return the folder in which the names are."""
+        """Return the folder that has the names."""
         if self.given is None:
             return None if run_dir is None else str(run_dir.parent)
         return str(self.given)
 
     def name_in(self, run_dir: Path | None) -> str | None:
-        """Return the given name, or that of the folder of the run directories."""
+        """Return the given name, or the name of the run directory's parent folder."""
         return self.name if self.name is not None or run_dir is None else run_dir.parent.name
 
     def version_in(self, run_dir: Path | None) -> int | str | None:

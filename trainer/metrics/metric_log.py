@@ -149,7 +149,7 @@ class MetricLog:
     without a batch logs nothing), because names are gathered with the values.
 
     Args:
-        num_items: the items of a batch, by which its losses are weighted; None: its samples.
+        num_items: function of a batch; returns the items that weight its losses. None: its samples do.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class MetricLog:
         self.scaler: torch.amp.GradScaler | None = None
         """The gradient scaler, whose loss scale is read with the losses."""
         self.loss_scale: float | None = None
-        """The loss scale as it was last read."""
+        """The loss scale at the last read."""
         self._lists = ListStates(all_gather_object)
         self.computed: list[Any] = []
         """torchmetrics objects whose epoch has ended, until `reset_computed`."""
@@ -249,7 +249,7 @@ class MetricLog:
     def start_batch(self, batch: Any, samples: int | None) -> None:
         """Weight values by the items or samples of this batch from now on; None: the loader does not know their number.
 
-        The caller sets `batch` anew when the batch is on the device.
+        The caller sets `batch` again when the batch is on the device.
         """
         self.batch, self.samples, self._weight = batch, samples, samples
         if self.num_items is not None:
@@ -334,7 +334,7 @@ class MetricLog:
 
         Args:
             weight: of the value in a mean; None: the items of the batch, or its samples.
-            options: those of `LogOptions`, in their order.
+            options: the fields of `LogOptions`, in their order.
 
         Raises:
             ConfigError: the value cannot be logged (a complex or sharded tensor, several elements), or logging is not
@@ -433,7 +433,7 @@ class MetricLog:
         entry.window_values = [(_scalar(entry.name, value).data.clone(), self._batch_weight())]
 
     def _batch_weight(self) -> Number:
-        """Return the number of items of the batch, or else that of its samples: the first dimension of its tensors."""
+        """Return the batch's number of items, or else of samples: the first dimension of its tensors."""
         if not self.scope.batches:
             return 1
         if self._weight is None:
@@ -457,7 +457,7 @@ class MetricLog:
     def read_step(self) -> ReducedMetrics:
         """Return the values of the last window, reduced over its micro-batches and over processes.
 
-        With them those of names that were not logged in it, but since the last flush: their kind is "past".
+        Also returns values logged since the last flush, but not in this window; their kind is "past".
         """
         logged = [
             e

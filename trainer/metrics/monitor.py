@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, did_you_mean
 
 log = logging.getLogger("trainer")
 
@@ -67,6 +68,12 @@ def resolve_mode(mode: Mode | None, monitor: str, owner: str) -> Mode:
             "larger is better: give mode='max' (or mode='min', if smaller is meant)."
         )
     return "min"
+
+
+def not_logged(owner: str, name: str, logged: Collection[str]) -> str:
+    """Return the message for a monitored name that was not logged; `logged` are the names that were."""
+    known = ", ".join(sorted(logged)) or "nothing"
+    return f"{owner}: {name!r} was not logged.{did_you_mean(name, logged)} Logged so far: {known}."
 
 
 def log_assumed_mode(monitor: str, owner: str) -> None:

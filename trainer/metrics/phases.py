@@ -35,7 +35,7 @@ class PhaseListener(Protocol):
 def phase_of(callbacks: Iterable[Any]) -> Phase:
     """Return the `phase` of a run, which notifies the callbacks that are listeners."""
     listeners = tuple(callback for callback in callbacks if issubclass(type(callback), PhaseListener))
-    return partial(_Notifying, listeners) if listeners else unheard
+    return partial(_AnnouncedPhase, listeners) if listeners else unheard
 
 
 def unheard(name: str) -> AbstractContextManager[None]:
@@ -70,15 +70,15 @@ def _each_wait(phase: Phase, name: str, items: Iterator[Item]) -> Iterator[Item]
         yield item
 
 
-class _Silent:
+class _SilentPhase:
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 
-_SILENT = _Silent()
+_SILENT = _SilentPhase()
 
 
-class _Notifying:
+class _AnnouncedPhase:
     def __init__(self, listeners: tuple[PhaseListener, ...], name: str) -> None:
         self.listeners = listeners
         self.name = name

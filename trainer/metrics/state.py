@@ -68,7 +68,7 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
 
 
 def _without_lost(entries: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries without those of torchmetrics objects that the module does not have any more."""
+    """Return the entries, except for torchmetrics objects that the module no longer has."""
     kept = {}
     for name, one in entries.items():
         metric = one["options"]["metric"]

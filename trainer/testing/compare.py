@@ -17,15 +17,9 @@ from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.manifest import is_committed
 
 IGNORED = (
-    "run_dir",
-    "config",
-    "versions*",
-    "callbacks.ModelCheckpoint*",
-    "callbacks.TensorBoardLogger*",
-    "callback_identities*",
-    "callbacks.Timer*",
-    "metrics.csv.*_per_s",
-    "metrics.csv.throughput/*",
+    *("run_dir", "config", "versions*", "callback_identities*"),
+    *("callbacks.ModelCheckpoint*", "callbacks.TensorBoardLogger*", "callbacks.Timer*"),
+    *("metrics.csv.*_per_s", "metrics.csv.throughput/*"),
 )
 """Paths of values that may differ: directories, times, and names with times in them."""
 
@@ -43,7 +37,7 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
             "metrics.csv.seconds".
 
     Raises:
-        CheckpointError: one of them has no intact checkpoint.
+        CheckpointError: a run has no intact checkpoint.
     """
     patterns = tuple(ignore)
     first, second = (dict(_leaves("", _contents(local_path(path)), patterns)) for path in (one, other))
@@ -91,13 +85,13 @@ def _leaves(where: str, value: Any, ignore: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Return the difference between two values in words; empty if there is none."""
+    """Return a description of the difference between two values; empty if they are equal."""
     if type(one) is not type(other):
         return f"{type(one).__name__} and {type(other).__name__}"
     if isinstance(one, np.ndarray | np.generic):
         one, other = torch.as_tensor(one), torch.as_tensor(other)
     if not isinstance(one, torch.Tensor):
-        # As text, by which -0.0 differs from 0.0, and NaN from nothing.
+        # As text: -0.0 differs from 0.0, and NaN equals NaN.
         return "" if repr(one) == repr(other) else f"{one!r} and {other!r}"
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"

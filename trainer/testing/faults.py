@@ -17,11 +17,11 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
         point: one of `POINTS`, which are in the writing of checkpoints; or, if the script has a `FaultCallback`, a
             hook, such as "on_validation_batch_end" (all are listed at the top of trainer/callback.py).
         action: one of `ACTIONS`.
-        count: the number of the pass at which the fault is injected, from 1.
-        rank: the process in which the fault is injected; None: each one that reaches the point.
+        count: inject the fault in this pass, counted from 1.
+        rank: inject the fault in this process; None: in each process that reaches the point.
 
     Raises:
-        ConfigError: there is no such point or action.
+        ConfigError: the point or the action does not exist.
     """
     text = str(Fault(point, action, count, rank))
     parse_faults(text, (*POINTS, *HOOKS))

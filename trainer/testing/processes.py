@@ -10,22 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 # Never inherited: variables for rank and world size, and those that split its lines of output.
 _DROPPED = (
-    "PYTHONUNBUFFERED",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TRAINER_LAUNCHED",
-    "TRAINER_FAULT",
-    "TRAINER_ATTEMPT",
-    "TRAINER_SOURCE",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TRAINER_LAUNCHED", "TRAINER_FAULT", "TRAINER_ATTEMPT", "TRAINER_SOURCE", "PYTHONUNBUFFERED"),
 )
 
 
@@ -106,10 +98,8 @@ class Running:
     def kill(self) -> None:
         """Kill the process and its descendants."""
         for pid in [self.pid, *descendants(self.pid)]:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait()
 
     def __str__(self) -> str:
@@ -142,7 +132,7 @@ def run_python(
     env: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
 ) -> Result:
-    """Run a script in a process of its own, and wait for its end.
+    """Run a script in a separate process, and wait for its end.
 
     Args:
         source_or_path: the source if it has several lines, else the path of the script.
@@ -165,7 +155,7 @@ class Storm:
     kills: int
     starts: int
     result: Result
-    """Result of the last start, which ended by itself."""
+    """Result of the last start, which was not killed."""
 
 
 def kill_at_random(
@@ -185,8 +175,8 @@ def kill_at_random(
     Args:
         script: its path. It has to resume where it was, as with `fit(..., ckpt_path="last")`.
         args: its command line.
-        kills: number of kills; fewer if the script ends by itself before.
-        longest: seconds; most kills come between the time at which the script is ready and this much later.
+        kills: number of kills; fewer if the script ends before.
+        longest: most kills come within this many seconds after the script is ready.
         ready: text that the script prints when it has begun to work.
         seed: seed of the random times.
         early: fraction of the kills that come before the script is ready.
@@ -195,7 +185,7 @@ def kill_at_random(
         timeout: seconds for one start.
 
     Raises:
-        AssertionError: a start ended with an error by itself; has its output.
+        AssertionError: a start ended with an error; the message has its output.
     """
     rng = random.Random(seed)
     done = starts = 0
@@ -219,10 +209,8 @@ def kill_at_random(
 
 
 def _sleep_or_end(running: Running, seconds: float) -> None:
-    try:
+    with suppress(subprocess.TimeoutExpired):
         running.process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = TIMEOUT, what: object = "") -> None:
@@ -242,11 +230,9 @@ def descendants(pid: int) -> list[int]:
     """Return the descendants of process `pid`, parents before children (Linux)."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError, IndexError):  # it may have ended
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
+            children.setdefault(parent, []).append(int(stat.parent.name))
     found: list[int] = []
     queue = [pid]
     while queue:
@@ -260,25 +246,21 @@ def rank_of(pid: int, rank: int) -> int:
     """Return the process of a rank among `pid` and its descendants (Linux).
 
     Raises:
-        AssertionError: there is no such process (yet).
+        AssertionError: the process does not exist (yet).
     """
     wanted = f"RANK={rank}".encode()
     for candidate in [pid, *descendants(pid)]:
-        try:
-            variables = Path(f"/proc/{candidate}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if wanted in variables:
-            return candidate
+        with suppress(OSError):  # it may have ended
+            if wanted in Path(f"/proc/{candidate}/environ").read_bytes().split(b"\0"):
+                return candidate
     raise AssertionError(f"process {pid} has started no process of rank {rank}")
 
 
 def alive(pid: int) -> bool:
     """Return True if the process runs (not if it is a zombie)."""
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return False
 
 
 def clean_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
