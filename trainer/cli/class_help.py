@@ -31,8 +31,7 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
         default = "" if parameter.default in (parameter.empty, ...) else f" (default: {_shown(parameter.default)})"
-        kind = "" if parameter.annotation is parameter.empty else f" {allowed(parameter.annotation)}"
-        lines.append(f"  {name}{':' if kind else ''}{kind}{default}")
+        lines.append(f"  {name}: {allowed(parameter.annotation)}{default}")
         lines += textwrap.wrap(described.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 

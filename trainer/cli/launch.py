@@ -297,7 +297,7 @@ def _slurm(options: argparse.Namespace) -> int:
     return 0
 
 
-_PLAIN = ("partition", "account", "qos", "constraint", "cpus_per_task", "mem")
+_PLAIN = ("gpus_per_node", "time", "partition", "account", "qos", "constraint", "cpus_per_task", "mem")
 _WARN_S = 120
 
 
@@ -319,8 +319,6 @@ def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
         f"--job-name={options.job_name or _name(options)}",
         f"--nodes={options.nodes}",
         f"--ntasks-per-node={1 if launcher else processes}",
-        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
-        *([f"--time={options.time}"] if options.time else []),
         *(f"--{name.replace('_', '-')}={value}" for name in _PLAIN if (value := vars(options)[name])),
         f"--signal=USR1@{_WARN_S}",
         "--requeue",

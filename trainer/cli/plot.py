@@ -22,7 +22,7 @@ from trainer.cli.runs.find import (
     summary_of,
     with_name,
 )
-from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
+from trainer.errors import ConfigError, did_you_mean, printable, require_package
 
 EXAMPLES = """\
 examples:
@@ -124,11 +124,9 @@ def chosen(curves: Curves, patterns: list[str] | None) -> Curves:
 
 def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None:
     """Write the picture, or the page with the picture in it."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackageError("matplotlib", "trainer plot") from None
+    require_package("matplotlib", "trainer plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     columns = min(3, len(curves))
     rows = math.ceil(len(curves) / columns)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
 from trainer.config.tree import COMMAND_LINE, Diagnostics
-from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_you_mean
+from trainer.errors import ConfigError, TrainerError, did_you_mean, require_package
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,12 +69,10 @@ def fit_on_ray(options: RayOptions, configuration: Recipe) -> int:
     """
 
     root = _root(options, configuration)
-    try:
-        import ray
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
-    except ImportError as error:
-        raise MissingPackageError("ray", "trainer fit --ray") from error
+    require_package("ray", "trainer fit --ray")
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     started_here = not ray.is_initialized()
     if started_here:

@@ -121,8 +121,6 @@ def _type_schema(annotation: Any) -> dict[str, Any]:
 
     from trainer.config.types import NO_ADAPTER
 
-    if annotation is inspect.Parameter.empty:
-        return {}
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
         found = adapter.json_schema()

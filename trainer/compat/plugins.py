@@ -132,15 +132,12 @@ def _is_own(plugin: PrecisionOf, name: str) -> bool:
 
 
 def _problem(plugin: Any) -> str:
-    name = plugin if isinstance(plugin, str) else plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
-    if isinstance(plugin, type):
-        return f"plugins: {name} is a class; give an object: {name}(...)."
     if isinstance(plugin, ClusterEnvironment):
         return (
-            f"plugins=[{name}(...)]: environments of your own are not asked. Set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"plugins=[{type(plugin).__name__}(...)]: an environment is not used. Set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT in each process, as torchrun does, and leave the plugin out."
         )
     return (
-        f"plugins={name!r}: a precision, a cluster environment or SyncBatchNorm can be given. For another way to write "
-        "checkpoints use ModelCheckpoint(dirpath=, async_save=); for others precision= and strategy=."
+        f"plugins={plugin!r}: give an object of a precision, a cluster environment or SyncBatchNorm. To write "
+        "checkpoints in another way use ModelCheckpoint(dirpath=, async_save=); for others precision= and strategy=."
     )

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import textwrap
@@ -34,9 +35,8 @@ class ResolvedClass:
 
 def extend_sys_path(sources: list[Source]) -> None:
     """Let modules be imported from the current folder and from those of the configuration files."""
-    for folder in [Path.cwd(), *(source.folder for source in sources)]:
-        if folder is not None:
-            _extend_sys_path(folder)
+    for folder in filter(None, [Path.cwd(), *(source.folder for source in sources)]):
+        _extend_sys_path(folder)
 
 
 def _extend_sys_path(folder: Path) -> None:
@@ -59,22 +59,15 @@ def find_class(
     """
     if name in table:
         return ResolvedClass(table[name], name)
-    if ":" not in name and "." not in name:
+    if not re.search("[.:]", name):
         raise ConfigError(
             f"{unknown_name_error(_names(bases), name, table)} Or package.module.Class, or file.py:Class."
         )
-    if name.endswith(".py") and ":" not in name:
-        name += ":"  # a file, whose classes the message lists
-    location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if location.endswith(".py"):
-        file = find_file(location, source)
+    if match := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
+        file, attribute = find_file(match[1], source), match[2] or ""  # without a class, the message lists them
         module, where = _import_file(file), f"{file}:"
     else:
-        folder = None
-        if ":" in name:  # folder:package.module.Class
-            folder = local_path(location)
-            location, _, attribute = attribute.rpartition(".")
-        module, where, attribute = _from_package(location, attribute, name, folder)
+        module, where, attribute = _from_package(name)
     found = _attribute(module, attribute, bases, where)
     if functions and callable(found) and not isinstance(found, type):
         return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
@@ -122,7 +115,7 @@ def find_file(name: str, source: Source) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    folders = [folder for folder in (source.folder, Path.cwd()) if folder is not None]
+    folders = filter(None, (source.folder, Path.cwd()))
     files = list(dict.fromkeys(Path(os.path.abspath(folder / local_path(name))) for folder in folders))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -170,15 +163,14 @@ def _origin(name: str) -> Path | None:
     return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
 
 
-def _from_package(location: str, attribute: str, name: str, folder: Path | None) -> tuple[ModuleType, str, str]:
+def _from_package(name: str) -> tuple[ModuleType, str, str]:
     """Return a module, the text in front of its attributes' names, and the attribute, which may be `Class.method`."""
-    if folder is not None:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
-            )
+    before, colon, path = name.rpartition(":")  # folder:package.module.Class
+    location, _, attribute = path.rpartition(".")
+    folder = Path(os.path.abspath(local_path(before)))
+    if colon:
         _extend_sys_path(folder)
-    if len(location) > 250 or not all(part.isidentifier() for part in location.split(".")):
+    if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
     try:
         module = _import(location, name)
@@ -188,7 +180,7 @@ def _from_package(location: str, attribute: str, name: str, folder: Path | None)
             raise
         module, location, attribute = sys.modules[package], package, f"{cls}.{attribute}"
     root = _user_folder(module)
-    if folder is not None and root != Path(os.path.abspath(folder)):
+    if colon and root != folder:
         raise ConfigError(f"{name!r}: {location} is imported from {root} already. Load each project in a new process.")
     return module, f"{root}:{location}." if root is not None else f"{location}.", attribute
 
@@ -197,11 +189,9 @@ def _import(module: str, name: str) -> ModuleType:
     """Import a module for the class that was given as `name`."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # it is missing something else
-            raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
-        raise ConfigError(f"{name!r}: {_not_found(error.name)}") from None
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{name!r}: {_not_found(str(error.name))}") from None
         raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
 
 

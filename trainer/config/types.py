@@ -55,7 +55,7 @@ class Parameters:
 
 
 class TypeMismatchError(Exception):
-    """A value does not fit; `path` leads to the part of it that does not, and `reason` is pydantic's, if it has one."""
+    """A value does not fit; `path` leads to the wrong part, and `reason`, in brackets, may be pydantic's."""
 
     def __init__(self, path: tuple[str | int, ...] = (), reason: str = "") -> None:
         super().__init__(path)
@@ -208,7 +208,7 @@ def validate(value: Any, annotation: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
-        raise TypeMismatchError(first["loc"], "" if known else first["msg"]) from None
+        raise TypeMismatchError(first["loc"], "" if known else f" ({first['msg']})") from None
 
 
 def _without_adapter(value: Any, annotation: Any) -> Any:

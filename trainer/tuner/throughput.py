@@ -60,10 +60,8 @@ class Throughput:
 def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
     """Yield settings that differ from the present ones, for a type of device."""
     cores = os.cpu_count() or 1
-    for workers in sorted({0, 1, 2, 4, 8, cores}):
-        if workers <= cores:
-            more = {"persistent_workers": True} if workers else {}
-            yield Setting(f"num_workers={workers}", loader={"num_workers": workers, **more})
+    for workers in sorted({0, 1, 2, 4, 8}.intersection(range(cores)) | {cores}):
+        yield Setting(f"num_workers={workers}", loader={"num_workers": workers, "persistent_workers": workers > 0})
     if device_type == "cuda":
         yield Setting("pin_memory=True", loader={"pin_memory": True})
     for factor in (2, 4):

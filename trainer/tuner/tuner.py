@@ -39,8 +39,6 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        if not isinstance(trainer, Trainer):
-            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
         """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
@@ -146,7 +144,6 @@ class Tuner:
         Raises:
             ConfigError: an argument has a wrong value, or nothing has the attribute.
         """
-        mode = "binsearch" if mode == "binary" else mode  # type: ignore[comparison-overlap]
         check_search(method, mode, steps_per_trial, init_val, max_trials, max_val, margin)
         trainer = self._trainer
         several = trainer.config.num_processes > 1

@@ -141,12 +141,10 @@ def _usage_lines(start: str) -> list[str]:
 
 
 def _next_steps(settings: Mapping[str, Any], start: str, fit: str) -> str:
-    machines = settings.get("num_nodes", 1)
-    where = "start it on each machine with" if machines > 1 else "use it with"
     if settings.get("accelerator") == "tpu":  # the one program for all its cores can be tried there only
-        return f"{where}: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
-    number = "" if isinstance(settings.get("devices"), int) else f" --world-size {8 * machines}"
-    return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
+        return f"use it with: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
+    number = "" if isinstance(settings.get("devices"), int) else f" --world-size {8 * settings.get('num_nodes', 1)}"
+    return f"use it with: {start}\ncheck it with: {fit} --dry-run{number}"
 
 
 def _write_output(text: str, options: argparse.Namespace) -> None:

@@ -72,8 +72,7 @@ def ask_all() -> ConfigDraft:
     if machine == "mps" and machines == 1:
         devices = 1
     elif machine != "tpu":
-        where = " on each machine" if machines > 1 else ""
-        question = f"How many processes{where}? One for each GPU is usual; 'all': as many."
+        question = "How many processes on each machine? One for each GPU is usual; 'all': as many."
         typed = ask(question, "1" if machine == "cpu" else "all", NUMBER_OR_ALL)[0]
         devices = int(typed) if typed.isdecimal() else "auto"
     draft.set("devices", devices)
@@ -103,10 +102,10 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
     if answer[2] is None:
         draft.set("enable_checkpointing", False)
         return
-    name, factor = UNITS[answer[2]]
+    name, factor = UNITS[answer[2].lower()]
     arguments: dict[str, Any] = {name: int(answer[1] or 1) * factor}
     question = "Keep the best one, too, by which logged value? Such as val_loss, or 'none'."
-    monitor = ask(question, "none", LOGGED, keep_case=True)[0]
+    monitor = ask(question, "none", LOGGED)[0]
     if monitor.lower() not in ("none", "no"):
         arguments["monitor"] = monitor
         if implied_mode(monitor) == "max":
@@ -115,12 +114,12 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
         draft.set("callbacks", [{"class_path": "ModelCheckpoint", "init_args": arguments}])
 
 
-def ask(question: str, default: str, form: tuple[str, str], keep_case: bool = False) -> re.Match[str]:
-    """Return an answer that has one of the forms, as a match; others are answered with their words, and asked again."""
+def ask(question: str, default: str, form: tuple[str, str]) -> re.Match[str]:
+    """Return an answer of this form, as a match; for any other answer print the form's words, and ask again."""
     pattern, words = form
     while True:
         typed = _typed(question, default)
-        match = re.fullmatch(pattern, typed if keep_case else typed.lower())
+        match = re.fullmatch(pattern, typed, re.IGNORECASE)
         if match is not None:
             return match
         print(f"  {typed!r}: {words}")

@@ -113,15 +113,13 @@ class _Rewriter:
 
     def rewrite_class(self, entries: Entries, mapping: yaml.Node) -> None:
         """Rewrite a class that is written with its arguments."""
-        if {"class_path", "dict_kwargs"} <= entries.keys():  # jsonargparse keeps the arguments of **kwargs apart
-            key = entries["dict_kwargs"][0]
-            if "init_args" in entries:
-                self._add(key, "dict_kwargs", "write these arguments among those of init_args")
-            else:
-                self._replace(key, "init_args")
+        if {"class_path", "init_args", "dict_kwargs"} <= entries.keys():
+            self._add(entries["dict_kwargs"][0], "dict_kwargs", "write these arguments among those of init_args")
+        elif {"class_path", "dict_kwargs"} <= entries.keys():  # jsonargparse keeps the arguments of **kwargs apart
+            self._replace(entries["dict_kwargs"][0], "init_args")
         inside = [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
         for name_of_key, arguments in (("class_path", inside), ("_target_", [mapping])):
-            path = entries[name_of_key][1] if name_of_key in entries else None
+            _, path = entries.get(name_of_key, (None, None))
             if isinstance(path, yaml.ScalarNode):
                 self._rewrite_path(path, arguments)
 
@@ -134,13 +132,12 @@ class _Rewriter:
             self._add(path, path.value, f"use {place.instead}")
         elif is_lightnings:
             self._replace(path, place.path)
-        for node in arguments if is_lightnings or module.startswith("trainer") else ():
-            self._rewrite_arguments(name, node)
+        if is_lightnings or module.startswith("trainer"):
+            self._rewrite_arguments(name, arguments)
 
     def rewrite_keys(self, entries: Entries, document: yaml.Node) -> None:
         """Rewrite the arguments of the trainer, and the other keys at the top of a file of LightningCLI."""
-        if "trainer" in entries:
-            self._rewrite_arguments("Trainer", entries["trainer"][1])
+        self._rewrite_arguments("Trainer", [value for name, (_, value) in entries.items() if name == "trainer"])
         if not _is_of_cli(document):
             return
         if "seed_everything" in entries and not self._move_seed(entries, document):
@@ -155,16 +152,17 @@ class _Rewriter:
             if name not in (*KEYS, "model", "seed_everything"):
                 self._add(key, name, DOTS if "." in name else UNKNOWN)
 
-    def _rewrite_arguments(self, kind: str, arguments: yaml.Node) -> None:
-        given = _entries(arguments)
-        for name, (key, value) in given.items():
-            new = ARGUMENTS.get(kind, {}).get(name)
-            if new is not None and new not in given:
-                self._replace(key, new)
-            elif kind == "Trainer" and self._rewrite_value(key, value, given, _in_braces(arguments)):
-                continue
-            elif (words := argument_words(kind, name, _plain(value))) is not None:
-                self._add(key, f"{kind}({name}=)", f"use {words}")
+    def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
+        """Rewrite the arguments of a class in these mappings."""
+        for arguments, given in [(mapping, _entries(mapping)) for mapping in mappings]:
+            for name, (key, value) in given.items():
+                new = ARGUMENTS.get(kind, {}).get(name)
+                if new is not None and new not in given:
+                    self._replace(key, new)
+                elif kind == "Trainer" and self._rewrite_value(key, value, given, _in_braces(arguments)):
+                    continue
+                elif (words := argument_words(kind, name, _plain(value))) is not None:
+                    self._add(key, f"{kind}({name}=)", f"use {words}")
 
     def _rewrite_value(self, key: yaml.ScalarNode, value: yaml.Node, given: Entries, in_braces: bool) -> bool:
         """Rewrite an argument that is another one here, with another value; return whether there is such a one."""
@@ -172,8 +170,8 @@ class _Rewriter:
             between, quote = ", " if in_braces else f"\n{' ' * key.start_mark.column}", key.style or ""
             self._replace(key, f"accelerator{quote}: {quote}gpu{quote}{between}{quote}devices")
             return True
-        new, written = VALUES.get((key.value, repr(_plain(value))), ("", ""))
-        if not new or new in {*given} - {key.value} or not isinstance(value, yaml.ScalarNode) or not value.value:
+        new, written = VALUES.get((key.value, repr(_plain(value))), (key.value, ""))
+        if not isinstance(value, yaml.ScalarNode) or not (written and value.value) or new in {*given} - {key.value}:
             return False
         meant = literal_eval(written)
         self._replace(key, new)
@@ -185,34 +183,32 @@ class _Rewriter:
     def _move_seed(self, entries: Entries, document: yaml.Node) -> bool:
         """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
         key, number = entries["seed_everything"]
-        settings = entries["trainer"][1] if "trainer" in entries else None
         if type(_plain(number)) is not int or _in_braces(document) or key.start_mark.column:
             return False
         line = self._line_of(key)
-        if settings is None:
-            self.changes.add(
-                (key.start_mark.index, len(line), "trainer:\n" + line.replace("seed_everything", "  seed", 1))
-            )
+        if "trainer" not in entries:
+            self._change(key.start_mark.index, len(line), "trainer:\n" + line.replace("seed_everything", "  seed", 1))
             return True
+        settings = entries["trainer"][1]
         if _in_braces(settings) or not _entries(settings) or "seed" in _entries(settings):
             return False
         first = settings.value[0][0].start_mark
         moved = line.rstrip("\r\n").replace("seed_everything", "seed", 1)
-        self._remove_line(key)
-        self.changes.add((first.index, 0, f"{moved}\n{' ' * first.column}"))
+        self._change(key.start_mark.index, len(line), "")
+        self._change(first.index, 0, f"{moved}\n{' ' * first.column}")
         return True
 
     def _line_of(self, key: yaml.Node) -> str:
         """Return the line on which a key stands first, with its end."""
         return self.text[key.start_mark.index - key.start_mark.column :].splitlines(keepends=True)[0]
 
-    def _remove_line(self, key: yaml.Node) -> None:
-        self.changes.add((key.start_mark.index - key.start_mark.column, len(self._line_of(key)), ""))
+    def _change(self, start: int, length: int, new: str) -> None:
+        self.changes.add((start, length, new))
 
     def _replace(self, node: yaml.ScalarNode, new: str) -> None:
         """Replace a text, keeping the quotes around it, and an anchor before it."""
         end = len(self.text[: node.end_mark.index].rstrip("'\" \t\r\n"))
-        self.changes.add((end - len(node.value), len(node.value), new))
+        self._change(end - len(node.value), len(node.value), new)
 
     def _add(self, node: yaml.Node, what: str, todo: str) -> None:
         self.findings.append(Finding(node.start_mark.line + 1, what, todo))

@@ -25,7 +25,7 @@ OF_CHECKPOINTS = (
     *("*/manifest.json", "*/checkpoint.json", "*/*.safetensors", "last.json", "best.json"),
     *(".tmp-*", ".old-*", ".del-*"),  # left by a process that was killed
 )
-"""Files by which a folder of checkpoints is known, as patterns."""
+"""Patterns of files that show a folder to have checkpoints."""
 METRICS_SHOWN = 3
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
@@ -112,7 +112,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
         ends = {name: points[-1] for name, points in read_metrics(path).items()}
         one.metrics = {name: value for name, (_, value) in ends.items()}
         one.step = max((step for step, _ in ends.values()), default=None)
-    if is_locked(path) or is_locked(checkpoints):
+    if any(map(is_locked, (path, checkpoints))):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
     one.hyperparameters = _hyperparameters_of(path, checkpoints / next(iter(infos), ""))
@@ -154,24 +154,21 @@ def _is_number(value: Any) -> bool:
 
 def is_locked(folder: Path) -> bool:
     """Whether a training writes to the folder now."""
-    if not (folder / ".lock").is_file():
-        return False
     lock = FolderLock(folder)
-    try:
-        holder = lock.acquire(timeout=0)
-    except OSError:
-        return False
-    lock.release()
-    return holder is not None
+    with suppress(OSError):
+        if (folder / ".lock").is_file():
+            holder = lock.acquire(timeout=0)
+            lock.release()
+            return holder is not None
+    return False
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none."""
-    try:
-        found = json.loads(_text_of(file))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(OSError, ValueError, RecursionError):
+        if isinstance(found := json.loads(_text_of(file)), dict):
+            return found
+    return {}
 
 
 def _text_of(file: Path) -> str:
@@ -196,11 +193,10 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 def _row_of_json(line: str) -> dict[str, Any]:
     """Return the values of a line; none of a damaged line, and of one with media, which have a kind."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) and not isinstance(row.get("kind"), str) else {}
+    with suppress(ValueError, RecursionError):
+        if isinstance(row := json.loads(line), dict) and not isinstance(row.get("kind"), str):
+            return row
+    return {}
 
 
 def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None:
