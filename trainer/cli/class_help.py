@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
+from itertools import takewhile
 from typing import Any
 
 from trainer.cli.columns import WIDEST
@@ -39,15 +40,10 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
 def argument_texts(docstring: str) -> dict[str, str]:
     """Return what the section `Args:` of a docstring says of each argument."""
     found: dict[str, str] = {}
-    name, indent = "", None
-    for line in docstring.partition("Args:\n")[2].splitlines():
-        if not line.strip():
-            continue
-        depth = len(line) - len(line.lstrip())
-        indent = depth if indent is None else indent
-        if depth < indent:
-            break
-        if depth == indent:
+    lines = [line for line in docstring.partition("Args:\n")[2].splitlines() if line.strip()]
+    name, indent = "", len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+    for line in takewhile(lambda line: line.startswith(" " * indent), lines):
+        if line[indent] != " ":
             name, _, line = line.strip().partition(":")
         found[name] = f"{found.get(name, '')} {line.strip()}".strip()
     return found

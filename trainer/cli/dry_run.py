@@ -109,7 +109,7 @@ def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
         raise ConfigError(
-            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes: give "
+            f"--world-size {given.world_size} is not a multiple of {per_machine} processes on a machine. Give "
             "--nproc-per-node, or another --world-size."
         )
     return per_machine
@@ -170,7 +170,7 @@ def _trainer(configuration: Recipe) -> Trainer:
     from trainer.trainer import Trainer
 
     arguments = {name: instantiate(value) for name, value in configuration.trainer.items()}
-    # The devices of this machine say nothing about those of the cluster.
+    # This machine's devices say nothing about the cluster's.
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "compile": False}
     return Trainer(**{**arguments, **here})
 

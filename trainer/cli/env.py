@@ -1,4 +1,4 @@
-"""`trainer env`: print how this process was started, by which variables that is known, versions and devices."""
+"""`trainer env`: print how this process was started, the variables that show it, versions and devices."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def environment() -> dict[str, Any]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     process, here, seen = found["started_by"], found["machine"], found["devices"]
-    started = "no launcher: a single process (Trainer(devices=...) starts more)"
-    if found["problem"]:
-        started = f"error: {found['problem']}"
-    elif process["source"] != "single process":
+    started = f"error: {found['problem']}"
+    if process.get("source") == "single process":
+        started = "no launcher: a single process (Trainer(devices=...) starts more)"
+    elif process:
         started = (
             f"{process['source']}: rank {process['rank']} of {process['world_size']}, on this machine "
             f"{process['local_rank']} of {process['local_world_size']}, machine {process['node_rank']} of "

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     if options.slurm:
         return _slurm(options)
     machines = _machines(options)
-    if options.program[0] != "trainer" or options.module:  # our command says it by itself
+    if options.program[0] != "trainer" or options.module:  # our command reports it
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
             print(f"note: {printable(note)}", file=sys.stderr, flush=True)
     number = _number_of_processes(options.nproc_per_node)
@@ -225,12 +225,10 @@ def _add_slurm_options(parser: CommandParser) -> None:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """Return the arguments with which Python runs the program."""
+    """Return the arguments that make Python run the program."""
     program = options.program[1:] if options.program[:1] == ["--"] else [*options.program]
     if not program:
-        raise ConfigError(
-            "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
-        )
+        raise ConfigError("nothing to launch: give a script, -m MODULE or a trainer command.")
     if program[0] == "trainer" and not options.module:
         # -P: not the user's own trainer.py.
         return [*(["-P"] if shadow([Path.cwd()]) is not None else []), "-m", *program]
@@ -262,8 +260,8 @@ def _machines(options: argparse.Namespace) -> Machines | None:
     minimum, maximum = options.nnodes
     if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
         raise ConfigError(
-            f"--nnodes {maximum} machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv: the name of "
-            "one of them and a free port of it, the same on all."
+            f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, one machine and a free port of it, the "
+            "same on all."
         )
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
@@ -292,7 +290,7 @@ def _slurm(options: argparse.Namespace) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
     if options.nnodes[1] not in (1, options.nodes) or options.rdzv:
-        raise ConfigError("with --slurm the machines are --nodes and meet by themselves: leave --nnodes, --rdzv out.")
+        raise ConfigError("with --slurm the machines are --nodes and meet automatically: leave --nnodes, --rdzv out.")
     print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0
 

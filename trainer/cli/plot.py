@@ -89,8 +89,7 @@ def curves_of(paths: list[str]) -> Curves:
         here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
             raise ConfigError(
-                f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
-                "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
+                f"{text} has no logged values. Give the directory of a run with Trainer(logger=[CSVLogger()])."
             )
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
@@ -200,7 +199,7 @@ def _explain(axes: Any, lines: dict[str, Any]) -> None:
 def smoothed(values: tuple[float, ...], weight: float) -> list[float]:
     """Return the exponential moving average, corrected for its start, as TensorBoard's scalar page draws it.
 
-    A value that is not finite stays as it is, and changes no other.
+    A value that is not finite stays unchanged, and changes no other.
     """
     average, total, found = 0.0, 0.0, []
     for value in values:

@@ -116,7 +116,7 @@ def _root(options: RayOptions, configuration: Recipe) -> str:
         return str(local_path(root).absolute())
     if "://" in options.storage_path:
         raise ConfigError(
-            f"--ray storage_path={options.storage_path} is not a folder, as the run directory has to be: give also "
+            f"--ray storage_path={options.storage_path} is not a folder, which run directories need: give also "
             "--trainer.default_root_dir, a folder that all machines see."
         )
     return str(local_path(options.storage_path).absolute())
@@ -130,7 +130,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     """
     from trainer.cli.main import main
 
-    # Ray gives each worker a folder of its own, in which the user's relative paths do not exist.
+    # Ray gives each worker a separate folder, where the user's relative paths do not exist.
     if Path(config["folder"]).is_dir():
         os.chdir(config["folder"])
     sys.path += [folder for folder in config["path"] if folder not in sys.path]

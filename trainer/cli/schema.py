@@ -1,4 +1,4 @@
-"""`trainer schema`: a JSON schema of configurations, by which editors complete and check them.
+"""`trainer schema`: a JSON schema of configurations, which editors use to complete and check them.
 
 pydantic makes the schemas of single types. It was tried for whole constructors, and refuses the Trainer's, which has
 positional and keyword-only arguments, and those with a type that only type checkers import.
@@ -116,7 +116,7 @@ def _trainer_texts() -> Mapping[str, str]:
 
 
 def _type_schema(annotation: Any) -> dict[str, Any]:
-    """Return the schema of an annotation; that of anything, where JSON has no values of a type."""
+    """Return the schema of an annotation; an open one where JSON lacks the type."""
     from pydantic import ConfigDict, TypeAdapter
 
     from trainer.config.types import NO_ADAPTER
@@ -133,7 +133,7 @@ def _choice(table: Mapping[str, type], further: Iterable[str] = (), beside: Iter
     """Return the schema of a place where a class of a table is chosen, by name or with its arguments.
 
     Args:
-        further: names that are no classes.
+        further: names that are not classes.
         beside: words that stand next to the arguments of any class.
     """
     known = [_object({"const": name}, arguments_schema(cls), beside) for name, cls in table.items()]

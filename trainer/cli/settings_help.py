@@ -49,7 +49,7 @@ def arguments_help(command: str, width: int) -> str:
 
 
 def _readable(annotation: str) -> str:
-    """Return an annotation in which a `Literal` is replaced by its values."""
+    """Return an annotation with the values of a `Literal` in its place."""
     return re.sub(r"Literal\[(.*?)\]", lambda choice: choice[1].replace(", ", " | "), annotation)
 
 

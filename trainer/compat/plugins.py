@@ -104,15 +104,15 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
 
     Args:
         plugins: the argument of Trainer.
-        default_precision: tells whether a precision is that of a Trainer without the argument.
+        default_precision: tells whether a precision is the default of a Trainer.
         precision: the argument of that name.
     """
     problems, sync_batchnorm = [], False
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if own := [name for name in dir(plugin) if isinstance(plugin, PrecisionOf) and _is_own(plugin, name)]:
             problems.append(
-                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. For numbers of your "
-                "own give Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
+                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. Give "
+                "Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
             )
         if isinstance(plugin, PrecisionOf):
             if not default_precision(precision):
@@ -126,7 +126,7 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
 
 
 def _is_own(plugin: PrecisionOf, name: str) -> bool:
-    """Whether a public method is that of a user's class."""
+    """Whether a public method is defined by a user's class."""
     method = getattr_static(plugin, name)
     return isinstance(method, FunctionType) and method.__module__ != __name__ and not name.startswith("_")
 

@@ -140,7 +140,7 @@ class Checker:
         return valid
 
     def strategy(self, node: Node) -> Any:
-        """Return a short name as it is; with arguments, or for a class of the user's, a spec."""
+        """Return a short name unchanged, and a spec for a class with arguments or a user's class."""
         chosen = entries(node)
         name = chosen["class_path"].value if chosen.keys() == {"class_path"} else None
         if isinstance(name, str) and not re.search(r"[.:]", name):
@@ -183,13 +183,7 @@ class Checker:
         return found.cls
 
     def spec_of(
-        self,
-        cls: Any,
-        node: Node | None,
-        path: KeyPath,
-        source: Source,
-        named_at: Source,
-        provided: Sequence[str] = (),
+        self, cls: Any, node: Node | None, path: KeyPath, source: Source, named_at: Source, provided: Sequence[str] = ()
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; missing ones without a default are a problem."""
         arguments = self.arguments(node, cls, path)
@@ -226,11 +220,7 @@ class Checker:
     def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         parameters = constructor_parameters(cls)
-        annotations = {name: one.annotation for name, one in parameters.named.items()}
-        if path == ("lr_scheduler",):
-            annotations |= SCHEDULER_OPTIONS
-        if path == ("trainer",):
-            annotations["precision"] = str | int  # no file can hold a Precision
+        annotations = {name: one.annotation for name, one in parameters.named.items()} | _OF_FILES.get(path, {})
         values = {}
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
@@ -287,7 +277,7 @@ class Checker:
             return self.coerce(node, annotation, path, mismatch)
 
     def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
-        """Return a value in the first of several ways in which it has no problems, or the fewest."""
+        """Read a value in the first of several ways that finds no problem, or else the fewest."""
         before = self.findings
 
         def problems(way: Callable[[Node], Any]) -> int:
@@ -348,7 +338,7 @@ class Checker:
         keys: dict[Any, Any] = {}
         for key, child in entries(node).items():
             # Neither JSON nor TOML nor the command line has numbers for keys.
-            number = whole_number(key) if isinstance(key, str) and not accepts(key, of_key) else None
+            number = None if accepts(key, of_key) else whole_number(str(key))
             keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
@@ -405,6 +395,11 @@ def _names_a_class(node: Node) -> bool:
 
 
 _OF_A_CHOICE = {"class_path", "init_args"}
+_OF_FILES: dict[KeyPath, dict[str, Any]] = {
+    ("lr_scheduler",): SCHEDULER_OPTIONS,
+    ("trainer",): {"precision": str | int},  # no file can hold a Precision
+}
+"""Annotations of arguments that files give in another way, or in addition, by the path of their class."""
 DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 FROM_TEXT: dict[type, Callable[[str], Any]] = {
     torch.dtype: lambda text: DTYPES[text.removeprefix("torch.")],

@@ -43,7 +43,7 @@ def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Ite
     if which not in POINTERS:
         return
     if named is not None:
-        yield f"--ckpt-path {which} is that of {relative(named)}"
+        yield f"--ckpt-path {which} is taken from {relative(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     records = {
@@ -80,11 +80,11 @@ def _choose(configuration: Recipe, command: str, records: dict[Path, dict[str, A
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = min(equal or found, key=lambda one: _other_settings(records[one], wanted))
     configuration.work_in(run, command)
-    if (command, which) == ("fit", "last"):  # the run keeps its name, and the weights from which it began
+    if (command, which) == ("fit", "last"):  # the run keeps its name and its first weights
         kept = {key: records[run][key] for key in ("name", "weights") if key in records[run]}
         configuration.recorded = to_yaml({**kept, **wanted})
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    return f"--ckpt-path {which} is that of {relative(run)}{differs}"
+    return f"--ckpt-path {which} is taken from {relative(run)}{differs}"
 
 
 def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> Path | None:
@@ -95,8 +95,8 @@ def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> 
     other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
     if which in POINTERS and (len(runs) > 1 or other_name):
         raise ConfigError(
-            f"--ckpt-path {which}: several runs are meant, by --name or the configurations of {first_of(runs)}. Give "
-            "one configuration, without a name, which the run keeps; or the run: --ckpt-path FOLDER."
+            f"--ckpt-path {which} is ambiguous: --name and the configurations of {first_of(runs)} mean several runs. "
+            "Give one configuration without --name, or --ckpt-path FOLDER."
         )
     if len(runs) != 1:
         return None
@@ -125,7 +125,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _differences(configuration: Recipe, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs between the configuration of a run and that of the command, as they were written."""
+    """Yield the differences between a run's configuration and the command's, with the values that were written."""
     there, here = _compared(record), _compared(wanted)
     module = configuration.module
     of_checkpoint = {f"module.{name}" for name in missing_arguments(module.cls, module.arguments)}

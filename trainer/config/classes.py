@@ -34,7 +34,7 @@ class ResolvedClass:
 
 
 def extend_sys_path(sources: list[Source]) -> None:
-    """Let modules be imported from the current folder and from those of the configuration files."""
+    """Let modules be imported from the current folder and from the configuration files' folders."""
     for folder in filter(None, [Path.cwd(), *(source.folder for source in sources)]):
         _extend_sys_path(folder)
 
@@ -91,9 +91,7 @@ def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
     """Return the function itself, unless it says that it returns something else than an object of the `bases`."""
     returned = hints_of(function, function).get("return", Any)
     if isinstance(returned, type) and returned is not Any and not issubclass(returned, bases):
-        raise ConfigError(
-            f"{function.__qualname__} returns {returned.__name__}, which is not derived from {_names(bases)}."
-        )
+        raise ConfigError(f"{function.__qualname__} returns a {returned.__name__}, not a {_names(bases)}.")
     return function
 
 
@@ -125,20 +123,19 @@ def find_file(name: str, source: Source) -> Path:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file under the name by which the other files of its package know it: they share it then, and the worker
+    """Import a file under the name that the other files of its package use: they share it then, and the worker
     processes of a DataLoader find it."""
-    root, parts = file.parent, [file.stem]
+    module = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    root, parts = module.parent, [module.name]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
-    if parts[-1] == "__init__":
-        parts.pop()
     _extend_sys_path(root)
-    top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
+    top = file if len(parts) == 1 else root / parts[0] / "__init__.py"
     return _import(".".join(parts), str(file)) if _origin(parts[0]) == top else _import_under_own_name(file)
 
 
 def _import_under_own_name(file: Path) -> ModuleType:
-    """Import a file whose name is that of an installed module."""
+    """Import a file that is called like an installed module."""
     name = f"_file_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -156,11 +153,11 @@ def _import_under_own_name(file: Path) -> ModuleType:
 
 def _origin(name: str) -> Path | None:
     """Return the file that a module's name stands for; None where there is none."""
-    try:
+    with suppress(ImportError, ValueError):  # __main__ has no spec
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # __main__ has no spec
-        return None
-    return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
+        if spec is not None and spec.origin:
+            return Path(os.path.abspath(spec.origin))
+    return None
 
 
 def _from_package(name: str) -> tuple[ModuleType, str, str]:
@@ -204,14 +201,13 @@ def _not_found(module: str) -> str:
 
 
 def _user_folder(module: ModuleType) -> Path | None:
-    """Return the folder from which a module was imported, when it is not an installed one."""
+    """Return the folder that a module was imported from; None for an installed module."""
     top = sys.modules[module.__name__.partition(".")[0]]
     # Only packages have a path, and Python's built-in modules have no file.
     places = [*getattr(top, "__path__", ()), getattr(top, "__file__", None)]
-    if places[0] is None:
+    if places[0] is None or is_installed(Path(os.path.abspath(places[0]))):
         return None
-    root = Path(os.path.abspath(places[0])).parent
-    return None if is_installed(Path(os.path.abspath(places[0]))) else root
+    return Path(os.path.abspath(places[0])).parent
 
 
 def is_installed(path: Path) -> bool:

@@ -102,7 +102,7 @@ TRANSLATED = {
         *("gradient_accumulation_steps", "gradient_clipping", "zero_allow_untested_optimizer"),
     ),
 }
-"""Configurations of other programs that `trainer config` translates, and keys by which they are known."""
+"""Configurations of other programs that `trainer config` translates, with the keys that identify them."""
 OTHER_PROGRAMS = {
     **TRANSLATED,
     "a configuration of Hydra": ("defaults", "hydra", "_target_"),
@@ -285,7 +285,7 @@ class _YamlReader:
     def scalar(self, node: Any, source: Source) -> Any:
         text: str = node.value
         kind = node.tag.removeprefix(TAG)
-        if kind in ("str", "merge"):  # a character that JSON escapes in two parts, of which PyYAML makes two
+        if kind in ("str", "merge"):  # JSON escapes some characters in two parts, and PyYAML reads two characters
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if kind not in SCALARS or not SCALARS[kind][0].match(text):
             self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")

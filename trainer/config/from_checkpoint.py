@@ -1,4 +1,4 @@
-"""Give the module of a configuration the hyperparameters of the checkpoint with which it is evaluated."""
+"""Give the module of a configuration the hyperparameters of the checkpoint to evaluate."""
 
 from __future__ import annotations
 

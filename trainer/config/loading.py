@@ -62,7 +62,7 @@ class Recipe:
             self.trainer["callbacks"] = [*callbacks, ClassSpec(cls, {}, COMMAND_LINE, cls.__name__)]
 
     def work_in(self, run: Path, command: str) -> None:
-        """Work in the directory of a run: "last" and "best" are its own; `fit` goes on from its last one in place."""
+        """Work in the directory of a run: "last" and "best" are its own; `fit` continues its last one in place."""
         self.run_dir = run
         if (command, self.ckpt_path) != ("fit", "last"):
             self.take_checkpoint(run)

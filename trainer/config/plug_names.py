@@ -60,7 +60,7 @@ def callbacks(base: str) -> list[str]:
 
 
 def _exported(package: str) -> dict[str, str]:
-    """Return the names of its own modules that a package exports, and these modules."""
+    """Return the names that a package exports from its own modules, with these modules."""
     found = re.findall(IMPORT.format(package), _source(f"trainer.{package}"), re.MULTILINE)
     return {name: module for module, name in found}
 
@@ -79,7 +79,7 @@ def schedulers() -> list[str]:
 
 
 def _torch_text(*parts: str) -> str:
-    """Return the text of a file of torch; empty where torch cannot be found, of which others report."""
+    """Return the text of a file of torch; empty where torch is not installed, which others report."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

@@ -50,7 +50,7 @@ def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: 
 
 
 def merged(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: Diagnostics) -> Node:
-    """Return the configuration in canonical form, with its references as they were written.
+    """Return the configuration in canonical form, with its references unchanged.
 
     Raises:
         ConfigError: lists all problems, if a file cannot be read.

@@ -15,15 +15,15 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, childre
 from trainer.errors import did_you_mean
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
-"""`${name}`, in which another one may stand; a second `$` before it makes it plain text."""
+"""`${name}`, which may contain another one; a second `$` before it makes it plain text."""
 ENVIRONMENT = ("env:", "oc.env:")
 
 
 def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()) -> Node:
     """Return a configuration of canonical form without references; those that lead nowhere are problems.
 
-    So are `typed` names below `vars` to which nothing refers: they would change nothing.
-    A value that is one reference has the type of what it refers to. Within a text, the values are as they were written.
+    So are `typed` names below `vars` that nothing refers to: they would change nothing.
+    A value that is one reference has the type of its target. Within a text, the target's own text is inserted.
     `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set. References to
     attributes of the data, which are not known before there is the object, stay as `OfData`.
     """
@@ -37,7 +37,7 @@ def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()
 
 
 def escaped(value: Any) -> Any:
-    """Return plain data in which no text is a reference, for a file that is read again."""
+    """Return plain data with its references escaped, for a file that is read again."""
     if isinstance(value, dict):
         return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -67,7 +67,7 @@ class _Resolver:
         return Node(REFERENCE.sub(lambda match: self.as_text(match, node), node.value), node.source)
 
     def text_of(self, node: Node) -> str | None:
-        """Return a list or mapping as it was typed, with its references replaced."""
+        """Return the text of a list or mapping with its references replaced."""
         return node.text and REFERENCE.sub(lambda match: self.as_text(match, node), node.text)
 
     def as_text(self, match: re.Match[str], node: Node) -> str:

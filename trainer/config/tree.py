@@ -1,4 +1,4 @@
-"""A configuration as a tree in which every value knows its source, and the merging of such trees."""
+"""Represent a configuration as a tree whose values know their sources, and merge such trees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = (
     "name",
     "vars",
 )
-"""The keys of a configuration; "name" is that of the run, and "vars" has values for references."""
+"""The keys of a configuration; "name" is the run's name, and "vars" has values for references."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Node:
     value: Scalar | dict[Any, Node] | list[Node]
     source: Source
     text: str | None = None
-    """A value as it was written (0042 for 42), for where a text is wanted: on the command line, and numbers of YAML."""
+    """The text of a value of the command line, or of a number of YAML (0042 for 42), for where a text is wanted."""
     unreadable: str | None = None
     """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
     append: bool = False
@@ -111,7 +111,7 @@ class Diagnostics:
         """Raise all problems, each once, as one error, if there are any.
 
         Raises:
-            ConfigError: lists all problems: those of the command line, then file by file, from top to bottom.
+            ConfigError: lists all problems: first the command line's, then file by file, from top to bottom.
         """
 
         def position(problem: Problem) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class Diagnostics:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path as it is written on the command line: `trainer.callbacks.0.patience`."""
+    """Return a path in the form of the command line: `trainer.callbacks.0.patience`."""
     return ".".join(str(part) for part in path)
 
 
@@ -140,7 +140,7 @@ LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 def is_index(key: Any) -> bool:
     """Whether a key is a position in a list: 0, "0", 1, ..."""
-    return (type(key) is int and key >= 0) or (isinstance(key, str) and whole_number(key) is not None)
+    return whole_number(str(key)) is not None
 
 
 def canonical(node: Node, findings: Diagnostics) -> Node:
@@ -183,7 +183,7 @@ def is_numbered(node: Node) -> bool:
 
 
 def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
-    """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others as they are."""
+    """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others unchanged."""
     if isinstance(node.value, str):
         return Node({"class_path": node}, node.source)
     if not isinstance(node.value, dict):
@@ -280,7 +280,7 @@ def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPat
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Report a null over arguments: a section of which only the name is left would replace all settings by defaults."""
+    """Report a null over arguments: an empty section would replace all settings by defaults."""
     if path in (("trainer",), ("module",)):
         findings.add(above.source, f"{dotted(path)} is empty, and replaces the values at {below.source}. Remove it.")
     else:

@@ -103,8 +103,7 @@ def translate(name: str) -> Translation:
     given, kind = read_plain(path)
     if kind is None:
         raise ConfigError(
-            f"{name} is neither an Accelerate configuration (with distributed_type) nor a DeepSpeed one (with "
-            "zero_optimization). A configuration of ours goes to trainer fit --config as it is."
+            f"{name} is not a configuration of Accelerate (distributed_type) or DeepSpeed (zero_optimization)."
         )
     translation = Translation(path, kind)
     (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(translation, given)

@@ -110,7 +110,7 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
         arguments["monitor"] = monitor
         if implied_mode(monitor) == "max":
             arguments["mode"] = "max"
-    if arguments != {"every_n_epochs": 1}:  # what Trainer does by itself; a list here takes the place of another file's
+    if arguments != {"every_n_epochs": 1}:  # the default; a list here replaces another file's
         draft.set("callbacks", [{"class_path": "ModelCheckpoint", "init_args": arguments}])
 
 
@@ -143,7 +143,5 @@ def _typed(question: str, default: str) -> str:
         return input(f"{question} [{default}] ").strip() or default
     except EOFError:
         print()
-        raise ConfigError(
-            "the input ended before the last question; nothing was written. Without a terminal to ask on: "
-            "trainer config --preset NAME."
-        ) from None
+        words = "the input ended before the last question, and nothing was written. Use trainer config --preset NAME."
+        raise ConfigError(words) from None

@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
 
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
-    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths))
+    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
@@ -141,7 +141,7 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     if REQUIREMENTS.fullmatch(file.name):
         lines = source.decode(errors="replace").splitlines()
         named = [(number, REQUIREMENT.search(line.partition("#")[0])) for number, line in enumerate(lines, 1)]
-        words = "where this is a requirement, write that of this package in its place"
+        words = "where this is a requirement, require this package instead"
         return source, [Finding(number, match[1], words) for number, match in named if match is not None]
     if file.suffix == ".py":
         return migrate_python(source, kept if file.name != "__init__.py" else RENAMED)

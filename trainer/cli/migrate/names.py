@@ -111,7 +111,7 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
 
 
 def lightning_root(path: str) -> str | None:
-    """Return the package of Lightning's to which a dotted path belongs; None for paths of others."""
+    """Return the package of Lightning's that a dotted path belongs to; None for other paths."""
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
 
 

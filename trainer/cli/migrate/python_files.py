@@ -1,4 +1,4 @@
-"""Rewrite the imports, names and arguments of a Python file, keeping everything else as it is written."""
+"""Rewrite the imports, names and arguments of a Python file, keeping everything else unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, lightning_root
 from trainer.compat.names import EXPORTS
 
 WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))
-"""Packages from which `import *` takes what Lightning's exports."""
+"""Packages whose `import *` gives the names that Lightning's exports."""
 
 
 def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, list[Finding]]:
@@ -52,7 +52,7 @@ class _NamesOfTheFile(cst.CSTVisitor):
 
 
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites a file. `kept`: the names that stay as they are."""
+    """Rewrites a file. `kept`: the names that stay unchanged."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 

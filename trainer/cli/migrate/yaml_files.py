@@ -58,7 +58,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     for document in _documents(text):
         if _is_of_cli(document) and "module" not in _entries(document):
             values.rewrite_plain_values(document)
-    text = values.changed()  # by themselves: lines with such values may be moved
+    text = values.changed()  # first, because lines with such values may be moved
     rewriter = _Rewriter(text)
     for document in _documents(text):
         for node in _nodes(document):

@@ -120,7 +120,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
 
 
 def _hyperparameters_of(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """Return the hyperparameters that a logger has written, or else those of a checkpoint."""
+    """Return the hyperparameters that a logger has written, or else a checkpoint's."""
     saved = read_json(checkpoint / "checkpoint.json").get("hyperparameters")
     saved = saved if isinstance(saved, dict) else {}
     of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
@@ -132,7 +132,7 @@ def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
         one.began, one.seconds = min(times), max(times) - min(times)
-        # A run that is resumed writes its files again, so their times may be those of its latest start.
+        # A resumed run writes its files again, so their times may be later than its first start.
         one.began = min([one.began, *(info["began"] / 1e9 for info in infos.values() if info["began"])])
 
 
@@ -210,7 +210,7 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
 
 
 def main_metrics(names: Iterable[str]) -> list[str]:
-    """Return the names of a few metrics for a table, those of validation first."""
+    """Return the names of a few metrics for a table, validation first."""
     return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 

@@ -61,11 +61,6 @@ def run(arguments: list[str]) -> int:
     if which not in SEARCHES:
         hint = did_you_mean(which, SEARCHES)
         return usage_error(f"trainer tune {which}: give lr, batch-size or throughput.{hint}")
-    if not rest:
-        return usage_error(
-            f"nothing to tune: give a configuration, trainer tune {which} --config run.yaml, or a module, "
-            f"trainer tune {which} --module file.py:Class. See trainer tune --help."
-        )
     parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
     for option, kind in OPTIONS[which].items():
         parser.add_argument(option, type=kind)
