@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 
-class PrecisionOf:
-    """A precision plugin of Lightning's: `name` is the value of `Trainer(precision=)` that means the same."""
+class _Placeholder:
+    """Base of objects that stand for a setting, and have no other attributes of Lightning's class."""
 
-    name: str
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    _words: ClassVar[str]
+    """The end of the error for another attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: it only stands for Trainer(precision=...). "
-            "Use trainer.precision during a run."
-        )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {self._words}")
+
+
+class PrecisionOf(_Placeholder):
+    """A precision plugin of Lightning's: `name` is the value of `Trainer(precision=)` that means the same."""
+
+    _words = "it only stands for Trainer(precision=...). Use trainer.precision during a run."
+    name: str
+
+    def __init__(self, precision: str) -> None:
+        self.name = precision
 
 
 class MixedPrecision(PrecisionOf):
@@ -58,27 +63,18 @@ class FSDPPrecision(PrecisionOf):
 class DeepSpeedPrecision(PrecisionOf):
     """The precision of `strategy="deepspeed"`."""
 
-    def __init__(self, precision: str) -> None:
-        super().__init__(precision)
-
 
 class TorchSyncBatchNorm:
     """`Trainer(sync_batchnorm=True)`."""
 
 
-class ClusterEnvironment:
+class ClusterEnvironment(_Placeholder):
     """Base class of environments. Those of this module are found without being given; others have to use torchrun's
     variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
 
-    def __init__(self, *args: Any, **options: Any) -> None: ...
+    _words = "environments are found by the run. Use trainer.global_rank, local_rank, node_rank and world_size."
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: environments are found by the run. "
-            "Use trainer.global_rank, local_rank, node_rank and world_size."
-        )
+    def __init__(self, *args: Any, **options: Any) -> None: ...
 
 
 class LightningEnvironment(ClusterEnvironment):

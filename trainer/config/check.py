@@ -95,7 +95,7 @@ class Checker:
 
     def scheduler(self, node: Node | None) -> ClassSpec | None:
         """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        return self.chosen(node, LRScheduler, "lr_scheduler", provided=("optimizer",))
+        return self.chosen(node, LRScheduler, "lr_scheduler")
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
@@ -166,7 +166,7 @@ class Checker:
         made_by = self.named_class(name, bases, table_of(bases, name.value), path, functions)
         if made_by is INVALID:
             return INVALID
-        if LRScheduler in bases:  # also one of several in a SequentialLR
+        if LRScheduler in bases:  # one of the configuration, or of several in a SequentialLR
             provided = ("optimizer",)
         return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
 

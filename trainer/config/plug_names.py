@@ -39,9 +39,8 @@ def strategy_classes() -> dict[str, str]:
 def _strategies() -> dict[str, tuple[str, str]]:
     found = {}
     for kind, module in _exported("strategies").items():
-        match = re.search(STRATEGY.format(kind), _source(module), re.MULTILINE | re.DOTALL)
-        if match is not None:
-            found[kind] = match[2], " ".join(match[1].split())
+        words, name = re.findall(STRATEGY.format(kind), _source(module), re.MULTILINE | re.DOTALL)[0]
+        found[kind] = name, " ".join(words.split())
     return found
 
 

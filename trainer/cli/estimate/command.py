@@ -198,7 +198,7 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     first, each, last = (
         Weight(elements, elements, is_matrix=True) for elements in (table, block, given.params - table - layers * block)
     )
-    return EstimateInput("", ModelSize([first], [[each]] * layers, [last]))
+    return EstimateInput("model", ModelSize([first], [[each]] * layers, [last]))
 
 
 def _is_hugging_face(path: str) -> bool:

@@ -188,7 +188,7 @@ class _DecisionFinder(cst.CSTVisitor):
 
 def imported_path(names: Iterable[Any]) -> str:
     """Return the path in Lightning or in this package among the qualified names of a node; empty if it has none."""
-    paths = [one.name for one in names if one.source is QualifiedNameSource.IMPORT]
+    paths = sorted(one.name for one in names if one.source is QualifiedNameSource.IMPORT)  # Lightning's first
     return next((path for path in paths if lightning_root(path) or path.startswith("trainer.")), "")
 
 

@@ -18,10 +18,13 @@ from trainer.config.tree import KEYS
 GPUS = ("accelerator", "devices")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
+DOTTED = re.compile(rf"({'|'.join(CLASSES)})\.")
 SEED = "use 'seed:' under 'trainer:', with a number"
 MODULE = "use 'module:' for 'trainer fit', with the class as 'class_path:'"
-DOTS = "no key with dots here: write NAME: {NAME: ...}"
-UNKNOWN = "no key of a configuration here: a value for several places is a reference, ${KEY.NAME}, to one of them"
+UNKNOWN = (
+    "not a key of a configuration here: write NAME: {NAME: ...} for one with dots, and use a reference, ${KEY.NAME}, "
+    "for a value in several places"
+)
 PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 YAML_11 = "a text in YAML 1.1, which LightningCLI reads, and {} here: write it in quotes if it is a text"
 Change = tuple[int, int, str]
@@ -80,9 +83,9 @@ def _is_of_cli(document: yaml.Node) -> bool:
         return False
     if "seed_everything" in entries or (inside.get("trainer") and entries.keys() <= {*KEYS, "model"}):
         return True
-    if any("." in name and name.partition(".")[0] in CLASSES for name in entries):
-        return True
-    return any({"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values())
+    return any(map(DOTTED.match, entries)) or any(
+        {"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values()
+    )
 
 
 class _Rewriter:
@@ -150,7 +153,7 @@ class _Rewriter:
                 self._add(key, "model", MODULE)
         for name, (key, _) in entries.items():
             if name not in (*KEYS, "model", "seed_everything"):
-                self._add(key, name, DOTS if "." in name else UNKNOWN)
+                self._add(key, name, UNKNOWN)
 
     def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
         """Rewrite the arguments of a class in these mappings."""
