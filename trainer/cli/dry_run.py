@@ -65,12 +65,8 @@ def _parser() -> CommandParser:
     config_option(parser, "the configuration")
     add = parser.add_argument
     add("--dry-run", action="store_true", help="start nothing")
-    add(
-        "--world-size",
-        metavar="N",
-        type=positive,
-        help="processes on all machines (default: devices x num_nodes, if devices is a number)",
-    )
+    words = "processes on all machines (default: devices x num_nodes, if devices is a number)"
+    add("--world-size", metavar="N", type=positive, help=words)
     add("--nproc-per-node", metavar="N", type=positive, help="processes on each machine (default: devices, or 8)")
     add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
     add("--no-data", action="store_true", help="do not set up the data")
@@ -108,10 +104,8 @@ def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:
         given.world_size = per_machine * configuration.trainer.get("num_nodes", 1)
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
-        raise ConfigError(
-            f"--world-size {given.world_size} is not a multiple of {per_machine} processes on a machine. Give "
-            "--nproc-per-node, or another --world-size."
-        )
+        words = f"--world-size {given.world_size} is not a multiple of {per_machine}, the processes of a machine."
+        raise ConfigError(f"{words} Give --nproc-per-node, or another --world-size.")
     return per_machine
 
 

@@ -48,11 +48,8 @@ PREFIXES = (
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the environment. Returns the exit code: 2 if the variables contradict each other."""
-    parser = CommandParser(
-        prog="trainer env",
-        description="Show how this process was started and why that is known, versions and devices.",
-        epilog=EXAMPLES,
-    )
+    words = "Show how this process was started and why that is known, versions and devices."
+    parser = CommandParser(prog="trainer env", description=words, epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse(arguments)
     found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
@@ -79,12 +76,8 @@ def machine() -> dict[str, Any]:
     from trainer.launchers.launcher import usable_cores
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return {
-        "host": socket.gethostname(),
-        "system": platform.platform(),
-        "cores": usable_cores(),
-        "memory_gib": round(memory, 1),
-    }
+    host, system = socket.gethostname(), platform.platform()
+    return {"host": host, "system": system, "cores": usable_cores(), "memory_gib": round(memory, 1)}
 
 
 def devices() -> dict[str, Any]:

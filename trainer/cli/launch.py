@@ -181,23 +181,12 @@ def _parser(environ: Mapping[str, str]) -> CommandParser:
     option("--nproc-per-node", processes, None, "PET_NPROC_PER_NODE")
     names = ("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint")
     parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, type=_place, help="where the machines meet")
-    option(
-        "--node-rank",
-        "number of this machine; 0 hosts the rendezvous (default: found)",
-        None,
-        "PET_NODE_RANK",
-        type=whole,
-    )
+    words = "number of this machine; 0 hosts the rendezvous (default: found)"
+    option("--node-rank", words, None, "PET_NODE_RANK", type=whole)
     parser.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d",), help="as torchrun has it, and no other")
     option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
-    option(
-        "--rdzv-conf",
-        "such as join_timeout=1200,keep_alive_interval=5",
-        "",
-        "PET_RDZV_CONF",
-        "KEY=N,...",
-        _seconds_by_name,
-    )
+    words = "such as join_timeout=1200,keep_alive_interval=5"
+    option("--rdzv-conf", words, "", "PET_RDZV_CONF", "KEY=N,...", _seconds_by_name)
     option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS", type=whole)
     option("--log-dir", "a folder for the files of --redirects and --tee (default: a new one in /tmp)", metavar="DIR")
     words = "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank"
@@ -259,10 +248,7 @@ def _machines(options: argparse.Namespace) -> Machines | None:
         raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
     minimum, maximum = options.nnodes
     if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
-        raise ConfigError(
-            f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, one machine and a free port of it, the "
-            "same on all."
-        )
+        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:

@@ -43,16 +43,12 @@ Curves = dict[str, dict[str, list[tuple[int, float]]]]
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Draw curves to a file. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer plot",
-        description="Draw the values that runs have logged to metrics.csv or metrics.jsonl.",
-        epilog=EXAMPLES,
-    )
+    words = "Draw the values that runs have logged to metrics.csv or metrics.jsonl."
+    parser = CommandParser(prog="trainer plot", description=words, epilog=EXAMPLES)
     words = f"a run directory, a folder with runs below, or a file {' or '.join(METRIC_FILES)}"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=words)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default="curves.png", help="PNG, SVG, PDF or HTML (curves.png)"
-    )
+    words = "PNG, SVG, PDF or HTML (curves.png)"
+    parser.add_argument("-o", "--output", metavar="FILE", default="curves.png", help=words)
     parser.add_argument("--metric", metavar="NAME", nargs="+", help="names of metrics; * and ? match others")
     parser.add_argument("--smooth", metavar="S", type=float, default=0.0, help="0 to 1: moving average")
     parser.add_argument("--log", action="store_true", help="a logarithmic scale of values")
@@ -88,9 +84,7 @@ def curves_of(paths: list[str]) -> Curves:
         runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
         here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            raise ConfigError(
-                f"{text} has no logged values. Give the directory of a run with Trainer(logger=[CSVLogger()])."
-            )
+            raise ConfigError(f"{text} has no logged values. Give a run with Trainer(logger=[CSVLogger()]).")
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
     varied = differing([*hyperparameters.values()])[:MOST_VALUES]

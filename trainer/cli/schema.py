@@ -32,12 +32,8 @@ REFERENCE = {"type": "string", "pattern": r"\$\{.*\}", "description": "a referen
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the schema. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer schema",
-        description="Print a JSON schema of configurations: names, types and descriptions of all arguments.",
-        epilog=EXAMPLES,
-    )
-    parser.parse(arguments)
+    words = "Print a JSON schema of configurations: names, types and descriptions of all arguments."
+    CommandParser(prog="trainer schema", description=words, epilog=EXAMPLES).parse(arguments)
     print(json.dumps(schema(), indent=1))
     return 0
 

@@ -18,10 +18,7 @@ NAMESAKE = "trainer.pytorch"
 PACKAGES = ("callbacks", "strategies", "cli", "tuner")
 """Packages that are an attribute of `trainer`, though nothing has imported them yet."""
 
-ELSEWHERE = (
-    "the package that defines it, if Lightning's module only imported it; else a name of the docs' page "
-    "'lightning-names', which has no such name"
-)
+ELSEWHERE = "the package that defines it, if Lightning's module only imported it; else see the page 'lightning-names'"
 """The words for a name that is otherwise unknown."""
 
 

@@ -60,9 +60,8 @@ def find_class(
     if name in table:
         return ResolvedClass(table[name], name)
     if not re.search("[.:]", name):
-        raise ConfigError(
-            f"{unknown_name_error(_names(bases), name, table)} Or package.module.Class, or file.py:Class."
-        )
+        known = unknown_name_error(_names(bases), name, table)
+        raise ConfigError(f"{known} Or package.module.Class, or file.py:Class.")
     if match := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
         file, attribute = find_file(match[1], source), match[2] or ""  # without a class, the message lists them
         module, where = _import_file(file), f"{file}:"

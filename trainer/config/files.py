@@ -243,9 +243,7 @@ class _YamlReader:
             return Node(None, source)
         self.values += 1
         if self.values > MAX_VALUES:
-            raise _TooLargeError(
-                f"it has more than {MAX_VALUES} values, with each alias (*) counted as what it stands for"
-            )
+            raise _TooLargeError(f"it has more than {MAX_VALUES} values, including those that each alias (*) repeats")
         if len(self.open) > MAX_DEPTH:
             raise RecursionError
         self.open.append(node)

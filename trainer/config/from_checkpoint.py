@@ -78,10 +78,8 @@ def _replaced(name: str, source: Source, given: Any, value: Any) -> list[str]:
         given = given.build()
     if given == value or plain(given, "/") == plain(value, "/"):
         return []
-    return [
-        f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, type "
-        f"--module.{name}"
-    ]
+    values = f"{value!r}, as in the checkpoint, and not {given!r}, as at {source}"
+    return [f"module.{name} is {values}: to have that, type --module.{name}"]
 
 
 def _typed(node: Node) -> bool:

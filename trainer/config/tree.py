@@ -259,10 +259,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     if not _other_class(below, above):
         return _merge_entries(below, above, findings, path)
     if "init_args" in old:
-        findings.notes.append(
-            f"{above.source}: {dotted(path)} is now {new['class_path'].value}, without the arguments given to "
-            f"{old['class_path'].value} at {below.source}."
-        )
+        without = f"without the arguments given to {old['class_path'].value} at {below.source}"
+        findings.notes.append(f"{above.source}: {dotted(path)} is now {new['class_path'].value}, {without}.")
     return above
 
 

@@ -44,11 +44,8 @@ def refuse_to_set(owner: object, name: str) -> None:
     kind = type(owner)
     found = getattr_static(kind, name, refuse_to_set)
     if isinstance(found, Alias):
-        reason = (
-            f"give {kind.__name__}({name}=...)"
-            if found.path.startswith("settings.")
-            else f"it is the same as {found.path}"
-        )
+        is_argument = found.path.startswith("settings.")
+        reason = f"give {kind.__name__}({name}=...)" if is_argument else f"it is the same as {found.path}"
     elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
         is_argument = name in signature(kind.__init__).parameters
         reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"

@@ -74,10 +74,8 @@ def run_trial(
             module = deepcopy_with_functions(module, memo)
             datamodule, strategy = deepcopy_with_functions(datamodule, memo), copy.deepcopy(settings.strategy, memo)
         except Exception as error:
-            raise ConfigError(
-                f"the tuner cannot copy the module and the data module: {error}. Build in `setup` or `configure_model` "
-                "what cannot be copied."
-            ) from error
+            words = f"the tuner cannot copy the module and the data module: {error}."
+            raise ConfigError(f"{words} Build in `setup` or `configure_model` what cannot be copied.") from error
         if loader is not None:
             loader = cleanup.enter_context(untouched(loader, memo))
         source: Any = module if datamodule is None else datamodule

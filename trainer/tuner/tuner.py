@@ -76,10 +76,8 @@ class Tuner:
         check_range(method, min_lr, max_lr, num_training, mode)
         attribute = _Attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
         if attr_name and not attribute.name:
-            raise ConfigError(
-                f"lr_find(attr_name={attr_name!r}): neither {type(model).__name__} nor its hparams has it."
-                f"{did_you_mean(attr_name, [*vars(model), *model.hparams])}"
-            )
+            close = did_you_mean(attr_name, [*vars(model), *model.hparams])
+            raise ConfigError(f"lr_find({attr_name=}): neither {type(model).__name__} nor its hparams has it.{close}")
         if not model.automatic_optimization:
             raise ConfigError("lr_find sets learning rates of automatic optimization, which this module has not.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
@@ -169,10 +167,8 @@ class Tuner:
             log.warning("scale_batch_size: not even one sample fits into the memory")
             return None
         attribute.set(found.chosen)
-        log.info(
-            "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
-            *(found.table(), found.chosen, found.worthwhile),
-        )
+        words = "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%"
+        log.info(words, found.table(), found.chosen, found.worthwhile)
         return found.chosen
 
     def throughput(

@@ -162,9 +162,8 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
         done.add("num_processes", total, LEFT_OUT, "gpu_ids says it")
         done.take("gpu_ids", ids, {"devices": [int(one) for one in ids.split(",")]})
     else:
-        done.take(
-            "num_processes", total, {"devices": each}, f" on each machine ({total} is the total of {done.machines})"
-        )
+        words = f" on each machine ({total} is the total of {done.machines})"
+        done.take("num_processes", total, {"devices": each}, words)
         done.add("gpu_ids", ids, LEFT_OUT, "the first GPUs of the machine are used, as many as devices says")
 
 

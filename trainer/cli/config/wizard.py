@@ -85,10 +85,8 @@ def ask_all() -> ConfigDraft:
         keepable = {name: words for name, words in OFFLOADS.items() if name in ("no", *OFFLOADED[layout])}
         offload = choose("What is kept in the memory of the CPU, if the GPUs' is too small?", keepable, "no", {})
         draft.add(OFFLOADED[layout].get(offload, ""))
-    precision = choose(
-        "Which numbers to compute with?", PRECISIONS, "32-true" if machine == "cpu" else "bf16-mixed", {}
-    )
-    draft.set("precision", precision)
+    usual = "32-true" if machine == "cpu" else "bf16-mixed"
+    draft.set("precision", choose("Which numbers to compute with?", PRECISIONS, usual, {}))
     window = int(ask("How many batches make one step (gradient accumulation)?", "1", NUMBER)[0])
     if window > 1:
         draft.set("accumulate_grad_batches", window)

@@ -108,9 +108,8 @@ def _checkpoint(folder: Path) -> CheckResult:
         read = read_checkpoint(path)["model"]
         loaded = time.perf_counter()
     except CheckpointError as error:
-        return CheckResult(
-            "FAIL", "checkpoint", f"a save and load failed: {error}", "See the lines above about the disk."
-        )
+        fix = "See the lines above about the disk."
+        return CheckResult("FAIL", "checkpoint", f"a save and load failed: {error}", fix)
     if problems or not all(torch.equal(read[name], tensor) for name, tensor in state["model"].items()):
         fix = "The disk or its file system loses data: do not train here."
         return CheckResult("FAIL", "checkpoint", f"what was read is not what was written. {' '.join(problems)}", fix)

@@ -60,9 +60,8 @@ def _compilers() -> Iterator[CheckResult]:
     if versions()["deepspeed"] is not None:
         ninja = shutil.which("ninja")
         missing = "is not on the PATH: DeepSpeed cannot compile its operators"
-        yield check_result(
-            "WARN", ninja is None, "ninja", ninja or missing, "pip install ninja, in an active environment."
-        )
+        fix = "pip install ninja, in an active environment."
+        yield check_result("WARN", ninja is None, "ninja", ninja or missing, fix)
 
 
 def devices() -> Iterator[CheckResult]:
@@ -104,19 +103,17 @@ def matrix_products() -> CheckResult:
     from trainer.model.peak_flops import measured_peak, peak_of
 
     device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    found = []
+    speeds = []
     for dtype in (torch.float32, torch.bfloat16):
         try:
             speed = measured_peak(device, dtype)
         except RuntimeError as error:
-            line = str(error).splitlines()[0]
-            return CheckResult(
-                "WARN", "matrices", f"a product in {dtype} fails on {device}: {line}", "See the devices."
-            )
+            found = f"a product in {dtype} fails on {device}: {str(error).splitlines()[0]}"
+            return CheckResult("WARN", "matrices", found, "See the devices.")
         vendor = peak_of(device, dtype)
         of = "" if vendor is None else f" of the vendor's {vendor / 1e12:g}"
-        found.append(f"{str(dtype).removeprefix('torch.')} {speed / 1e12:.3g}{of} TFLOP/s")
-    return CheckResult("OK", "matrices", f"measured by a product on {device}: {', '.join(found)}")
+        speeds.append(f"{str(dtype).removeprefix('torch.')} {speed / 1e12:.3g}{of} TFLOP/s")
+    return CheckResult("OK", "matrices", f"measured by a product on {device}: {', '.join(speeds)}")
 
 
 def _memory() -> Iterator[CheckResult]:
@@ -139,14 +136,9 @@ def _limits() -> Iterator[CheckResult]:
         yield check_result("WARN", free < ENOUGH_SHM, "/dev/shm", f"{gib(free)} are free {use}", fix)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
-    found = f"{soft} at once; many DataLoader workers may need more ('Too many open files')"
-    yield check_result(
-        "WARN",
-        few,
-        "open files",
-        found if few else "enough at once",
-        f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
-    )
+    number = hard if 0 < hard < 65536 else 65536
+    fix = f"Many DataLoader workers may need more ('Too many open files'): ulimit -n {number}"
+    yield check_result("WARN", few, "open files", f"{soft} at once", fix)
 
 
 def _network() -> Iterator[CheckResult]:

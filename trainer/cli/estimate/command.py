@@ -195,9 +195,8 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     if given.params < 2 * table + layers:
         raise ConfigError(f"--params {given.params} is less than two tables of --vocabulary x --hidden.")
     block = (given.params - 2 * table) // max(layers, 1) * bool(layers)
-    first, each, last = (
-        Weight(elements, elements, is_matrix=True) for elements in (table, block, given.params - table - layers * block)
-    )
+    sizes = table, block, given.params - table - layers * block
+    first, each, last = (Weight(elements, elements, is_matrix=True) for elements in sizes)
     return EstimateInput("model", ModelSize([first], [[each]] * layers, [last]))
 
 

@@ -53,14 +53,10 @@ EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MUL
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Show or make the changes. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer migrate",
-        description="Rewrite a project of Lightning's to this package, and list what a person must decide.",
-        epilog=EXAMPLES,
-    )
-    parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="a Python, YAML or JSON file, or a folder (of Python and YAML)"
-    )
+    words = "Rewrite a project of Lightning's to this package, and list what a person must decide."
+    parser = CommandParser(prog="trainer migrate", description=words, epilog=EXAMPLES)
+    words = "a Python, YAML or JSON file, or a folder (of Python and YAML)"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=words)
     parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
     options = parser.parse(arguments)
     require_package("libcst", "trainer migrate")

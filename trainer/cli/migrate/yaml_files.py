@@ -83,9 +83,8 @@ def _is_of_cli(document: yaml.Node) -> bool:
         return False
     if "seed_everything" in entries or (inside.get("trainer") and entries.keys() <= {*KEYS, "model"}):
         return True
-    return any(map(DOTTED.match, entries)) or any(
-        {"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values()
-    )
+    of_classes = {"class_path", *ARGUMENTS_KEYS}
+    return any(map(DOTTED.match, entries)) or any(of_classes & one.keys() for one in inside.values())
 
 
 class _Rewriter:
@@ -178,9 +177,8 @@ class _Rewriter:
             return False
         meant = literal_eval(written)
         self._replace(key, new)
-        self._replace(
-            value, json.dumps(meant) if key.style and not value.style else yaml.safe_dump(meant).splitlines()[0]
-        )
+        as_json = key.style and not value.style
+        self._replace(value, json.dumps(meant) if as_json else yaml.safe_dump(meant).splitlines()[0])
         return True
 
     def _move_seed(self, entries: Entries, document: yaml.Node) -> bool:
