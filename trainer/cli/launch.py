@@ -261,15 +261,13 @@ def _number_of_processes(given: str | None) -> int:
     number = whole_number(given or "")
     if number:
         return number
-    if given not in (None, "gpu", "cpu", "auto"):
-        raise ConfigError(f"--nproc-per-node {given}: give a number from 1, gpu, cpu or auto.")
     import torch
 
-    gpus = torch.cuda.device_count()
-    if given == "gpu" and not gpus:
-        raise ConfigError("--nproc-per-node gpu, but no CUDA device is found. Give a number, or cpu.")
-    cores = os.cpu_count() or 1 if given in ("cpu", "auto") else 1
-    return cores if given == "cpu" else gpus or cores
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    found = {None: gpus or 1, "auto": gpus or cores, "gpu": gpus, "cpu": cores}.get(given)
+    if not found:
+        raise ConfigError(f"--nproc-per-node {given}: give a number from 1, cpu, auto, or gpu where CUDA finds any.")
+    return found
 
 
 def _slurm(options: argparse.Namespace) -> int:

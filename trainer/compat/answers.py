@@ -45,10 +45,12 @@ def member_words(kind: type, name: str) -> str | None:
     """Return what to use instead of a member of a class's namesakes in Lightning and Accelerate; None: not known."""
     for one in _ours(kind):
         theirs = THEIRS.get(one.__name__, one.__name__)
-        aliases = {alias: f"strategy.{path}" for alias, path in ALIASES.get(theirs, {}).items()}
-        words = aliases | (COLLECTIVES if theirs == "ParallelStrategy" else {}) | WORDS.get(theirs, {})
-        if name in words:
-            return words[name]
+        if name in WORDS.get(theirs, {}):
+            return WORDS[theirs][name]
+        if theirs == "ParallelStrategy" and name in COLLECTIVES:
+            return COLLECTIVES[name]
+        if name in ALIASES.get(theirs, {}):
+            return f"strategy.{ALIASES[theirs][name]}"
     return None
 
 

@@ -99,7 +99,10 @@ class Checker:
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
-        if node is None or (names := self.value(node, list[str], ("allow_changes",))) is INVALID:
+        if node is None:
+            return []
+        names = self.value(node, list[str], ("allow_changes",))
+        if names is INVALID:
             return []
         for problem in allowed_problems(names):
             self.findings.add(node.source, problem)

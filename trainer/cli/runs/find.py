@@ -166,7 +166,8 @@ def is_locked(folder: Path) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none."""
     with suppress(OSError, ValueError, RecursionError):
-        if isinstance(found := json.loads(_text_of(file)), dict):
+        found = json.loads(_text_of(file))
+        if isinstance(found, dict):
             return found
     return {}
 
@@ -194,7 +195,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 def _row_of_json(line: str) -> dict[str, Any]:
     """Return the values of a line; none of a damaged line, and of one with media, which have a kind."""
     with suppress(ValueError, RecursionError):
-        if isinstance(row := json.loads(line), dict) and not isinstance(row.get("kind"), str):
+        row = json.loads(line)
+        if isinstance(row, dict) and not isinstance(row.get("kind"), str):
             return row
     return {}
 

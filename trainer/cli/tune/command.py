@@ -92,16 +92,15 @@ OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
 def _tune_lr(job: Job, plot: str | None = None, **given: Any) -> None:
     from trainer.tuner import Tuner
 
-    picture = local_path(plot, "--plot") if plot else None
-    if picture:
-        make_folder(picture.absolute().parent, "--plot")
+    if plot:
+        make_folder(local_path(plot, "--plot").absolute().parent, "--plot")
     found = Tuner(job.trainer).lr_find(job.module, datamodule=job.data, update_attr=False, **given)
     if detect_environment().rank != 0:  # the trainer itself has not joined the others: its trials have
         return
     suggestion, points = found.suggestion(), len(found.results["lr"])
-    if picture:
-        found.plot(suggest=True).savefig(picture)
-        print(f"curve: {picture}")
+    if plot:
+        found.plot(suggest=True).savefig(local_path(plot))
+        print(f"curve: {local_path(plot)}")
     if suggestion is None:
         raise ConfigError(f"{found.stopped}.")
     print(f"learning rate: {suggestion:.3g}  ({points} points, {len(found.falls)} constant rates)")
