@@ -153,7 +153,7 @@ def make_parser(command: str, summary: str) -> CommandParser:
     config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint or a run")
-    parser.add_argument("--name", metavar="NAME", help="the name of the run, by which last and best find it again")
+    parser.add_argument("--name", metavar="NAME", help="the name of the run, which last and best look for")
     if command == "fit":
         words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)

@@ -101,7 +101,7 @@ class Diagnostics:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """The files in the order in which they were read."""
+    """The files in the order of reading."""
 
     def add(self, source: Source | None, message: str, cause: Exception | None = None) -> None:
         """Add a problem."""

@@ -56,7 +56,7 @@ class TypeMismatchError(Exception):
 def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
     """Return the arguments that a class, or a function, takes by name.
 
-    Where a constructor takes `**kwargs`, those of the next constructor are among them, and none of these is asked for:
+    With `**kwargs`, the arguments of the next constructor are included, and none of these is required:
     its default is `...` if it has none, since the constructor may give it.
     """
     of: Any = made_by

@@ -87,7 +87,7 @@ class Stopwatch(Callback):
 class AgreedStopwatch(Stopwatch):
     """A stopwatch on several processes, of a trial with accumulate_grad_batches="auto", which splits what does not fit.
 
-    Each process has tried its batch by itself, and all have agreed, when the first hook of the training is called; so
+    Each process has tried its batch alone, and all have agreed, when the first hook of the training is called; so
     no process runs out of memory while the others wait for its gradients.
     """
 

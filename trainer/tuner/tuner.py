@@ -27,7 +27,7 @@ class Tuner:
     """Finds a learning rate, a batch size, or faster settings for a trainer.
 
     Each trial trains copies of the module and the data module, without the trainer's callbacks, loggers and
-    checkpoints, so that weights, random numbers, counters and callbacks stay as they were. Only the attribute that
+    checkpoints, so that weights, random numbers, counters and callbacks stay unchanged. Only the attribute that
     was searched for is set.
     """
 
@@ -116,11 +116,11 @@ class Tuner:
 
         Logs the samples per second of each size, and the size above which they grow by less than 5 %; they are in
         `batch_sizes`. Sizes above the number of samples are not tried. On several processes all try the same size, and
-        it fits if it does on each of them; the samples per second are those of all.
+        it fits if it does on each of them; the samples per second are the sum of all.
 
         Args:
             model, val_dataloaders, dataloaders, datamodule, method: as in `lr_find`.
-            train_dataloaders: a DataLoader, of which each trial gets one like it. Default: the loader of the data
+            train_dataloaders: a DataLoader; each trial gets one like it. Default: the loader of the data
                 module or the module, made with its attribute `batch_arg_name`.
             mode: "power" doubles the size until the memory is used up; "binsearch" then also tries sizes between.
             steps_per_trial: steps of each trial; the first is not measured.
@@ -181,7 +181,7 @@ class Tuner:
         """Return the samples per second with the present settings, and with others that may be faster.
 
         Tried are workers of the DataLoader, pinned memory, larger micro-batches, a fused optimizer, compilation and
-        bf16-mixed, each by itself; and on one process those together that give 5 % more. Nothing is changed.
+        bf16-mixed, each alone; on one process, also all that give 5 % more together. Nothing is changed.
 
         Args:
             model, train_dataloaders, datamodule: as in `lr_find`.

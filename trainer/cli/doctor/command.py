@@ -59,7 +59,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog="trainer doctor",
         usage="trainer doctor [--config FILE [FILE ...]] [OPTIONS]",
-        description=f"{summary[0].upper()}{summary[1:]}. What it writes, it removes.",
+        description=f"{summary[0].upper()}{summary[1:]}. It removes all that it writes.",
         epilog=EXAMPLES,
     )
     config_option(parser, "a configuration to try, too")

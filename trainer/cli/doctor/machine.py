@@ -150,7 +150,7 @@ def _network() -> Iterator[CheckResult]:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
         yield CheckResult("OK", "port", f"processes can meet on this machine (port {port} is free)")
     except OSError as error:
-        fix = "A firewall or a sandbox forbids connections on 127.0.0.1, by which local processes meet."
+        fix = "A firewall or a sandbox forbids connections on 127.0.0.1, which local processes need."
         yield CheckResult("FAIL", "port", f"a connection to this machine itself fails: {error}.", fix)
     name = socket.gethostname()
     try:

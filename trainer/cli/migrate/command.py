@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Return the files of a folder that may name Lightning; a file as it is."""
+    """Yield the files of a folder that may name Lightning, or the file itself."""
     if path.is_file():
         yield path
     for folder, folders, names in os.walk(path):  # of a file, nothing
