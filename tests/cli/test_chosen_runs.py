@@ -29,7 +29,7 @@ def test_members_of_a_sweep_go_on_by_their_own_commands(fit: Command) -> None:
         number = rng.randrange(3)
         epochs[number] += 1
         out, err = done(fit("--module.lr", rates[number], *LAST, "--trainer.max_epochs", str(epochs[number])))
-        assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}"
+        assert err.splitlines()[0] == f"note: --ckpt-path last is taken from runs/version_{number}"
         assert f"run directory:  runs/version_{number}" in out
         assert [step(f"runs/version_{one}") // per_epoch for one in range(3)] == epochs
         assert "ckpt_path" not in record(f"runs/version_{number}")
@@ -42,11 +42,11 @@ def test_checkpoints_may_lie_elsewhere(fit: Command, command: Command) -> None:
     assert fit("--module.lr", "0.1", *elsewhere)[0] == 0
     before = step("runs/version_0")
     out, err = done(fit("--module.lr", "0.1", *elsewhere, *LAST, "--trainer.max_epochs", "2"))
-    assert "note: --ckpt-path last is that of runs/version_1\n" in err
+    assert "note: --ckpt-path last is taken from runs/version_1\n" in err
     assert "run directory:  runs/version_1" in out
     assert step("runs/version_0") == before
     out, err = done(command("validate", "--config", "runs/version_1/config.yaml", "run.yaml", *LAST))
-    assert "note: --ckpt-path last is that of runs/version_1\n" in err
+    assert "note: --ckpt-path last is taken from runs/version_1\n" in err
     out, err = done(command("validate", "--config", "runs/version_1/config.yaml", "--ckpt-path", "best"))
 
 
@@ -77,7 +77,7 @@ def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Comm
 def test_other_commands_take_the_only_run_and_say_what_differs(fit: Command, command: Command) -> None:
     assert fit("--module.lr", "0.1")[0] == 0
     _, err = done(command("validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST))
-    assert "is that of runs/version_0, although it has module.lr 0.1 there, 0.7 here" in err
+    assert "is taken from runs/version_0, although it has module.lr 0.1 there, 0.7 here" in err
 
 
 def test_a_name_decides(fit: Command, command: Command) -> None:
@@ -184,7 +184,7 @@ def test_settings_of_the_trainer_tell_equal_runs_apart(fit: Command, setting: st
     for number, value in ((0, values[0]), (1, values[1])):
         out, err = done(fit(*again, value))
         assert f"run directory:  runs/version_{number}" in out
-        assert err.splitlines()[0] == f"note: --ckpt-path last is that of runs/version_{number}"
+        assert err.splitlines()[0] == f"note: --ckpt-path last is taken from runs/version_{number}"
     code, out, err = fit(*LAST, "--trainer.max_epochs", "3", f"--trainer.{setting}", values[2])
     assert code == 0, err
     assert "run directory:  runs/version_1" in out

@@ -173,7 +173,7 @@ def test_elements_cannot_be_added_to_the_checkpoints_list(needs: Command) -> Non
     words = ("--module", "needs.py:Needs", "--data", "needs.py:Data", "--trainer.accelerator", "cpu")
     code, _, err = needs("validate", *words, "--module.sizes+=9", "--ckpt-path", "runs/version_0")
     assert code == 2
-    assert "module.sizes+= adds nothing to the checkpoint's list: type the whole one, --module.sizes" in err
+    assert "module.sizes+= adds nothing to the checkpoint's list. Give the whole list: --module.sizes" in err
     code, out, err = needs("validate", *words, "--module.sizes", "[1]", "--ckpt-path", "runs/version_0")
     assert code == 0, err
     assert "sizes 1 more" in out

@@ -55,7 +55,7 @@ def test_fit_goes_on_in_the_run_whose_configuration_it_is_given(runs: Command) -
     Path("runs").rename("moved")
     config = "moved/version_0/config.yaml"
     out, err = done(runs("fit", "--config", config, "more.yaml", "--ckpt-path", "last"))
-    assert err.splitlines()[0] == "note: --ckpt-path last is that of moved/version_0"
+    assert err.splitlines()[0] == "note: --ckpt-path last is taken from moved/version_0"
     assert "run directory:  moved/version_0" in out
     assert (step("moved/version_0"), step("moved/version_1")) == (3 * steps, steps)
     assert not Path("runs").exists()
@@ -82,7 +82,7 @@ def test_two_runs_are_too_many(runs: Command) -> None:
     assert runs("validate", "--config", *files, "--ckpt-path", "runs/version_1")[0] == 0
     for which in ("last", "best"):
         first = runs("validate", "--config", files[0], "--ckpt-path", which)[2].splitlines()[0]
-        assert first == f"note: --ckpt-path {which} is that of runs/version_0"
+        assert first == f"note: --ckpt-path {which} is taken from runs/version_0"
 
 
 def test_a_name_beside_the_configuration_of_another_run_is_refused(runs: Command) -> None:

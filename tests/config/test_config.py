@@ -222,7 +222,7 @@ def test_mappings_are_merged_deeply_and_lists_replaced() -> None:
 def test_another_class_starts_from_its_own_defaults_and_that_is_said() -> None:
     value, _, notes = merged("module: {class_path: a.B, init_args: {x: 1}}", "module: c.D")
     assert value == {"module": {"class_path": "c.D"}}
-    assert notes == ["tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out."]
+    assert notes == ["tree.yaml:1: module is now c.D, without the arguments given to a.B at tree.yaml:1."]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_another_class_of_an_argument_starts_from_its_own_defaults() -> None:
         assert value["module"]["init_args"]["encoder"] == {"class_path": "e.ViT"}
         assert problems == []
         assert notes == [
-            "tree.yaml:1: module.encoder is now e.ViT; the arguments given to e.CNN at tree.yaml:1 are left out."
+            "tree.yaml:1: module.encoder is now e.ViT, without the arguments given to e.CNN at tree.yaml:1."
         ]
     for second in ("{width: 7}", "{init_args: {width: 7}}", "{class_path: e.CNN, width: 7}"):
         value, problems, notes = merged(first, f"module: {{encoder: {second}}}")
@@ -264,16 +264,13 @@ def test_another_class_of_an_argument_starts_from_its_own_defaults() -> None:
 
 def test_an_empty_section_over_settings_is_reported() -> None:
     first = "module: {class_path: a.B, init_args: {x: 1}}\ndata: c.D\ntrainer: {max_epochs: 3}"
-    for second, name in (("trainer:", "trainer"), ("module:", "module")):
-        _, problems, _ = merged(first, f"# empty\n{second}")
-        assert problems == [
-            f"tree.yaml:2: {name} is empty, and stands over what is given at tree.yaml:{1 if 'mod' in name else 3}. "
-            "Remove it, or fill it."
-        ]
+    for name, line in (("trainer", 3), ("module", 1)):
+        _, problems, _ = merged(first, f"# empty\n{name}:")
+        assert problems == [f"tree.yaml:2: {name} is empty, and replaces the values at tree.yaml:{line}. Remove it."]
     value, problems, notes = merged(first, "data: null")
     assert value["data"] is None
     assert problems == []
-    assert notes == ["tree.yaml:1: data is null; what is given at tree.yaml:2 is left out."]
+    assert notes == ["tree.yaml:1: data is null, and replaces the values at tree.yaml:2."]
 
 
 def test_a_key_with_nothing_behind_it_is_named(tmp_path: Path) -> None:

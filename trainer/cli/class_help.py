@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
+from itertools import takewhile
 from typing import Any
 
 from trainer.cli.columns import WIDEST
@@ -31,8 +32,7 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
         default = "" if parameter.default in (parameter.empty, ...) else f" (default: {_shown(parameter.default)})"
-        kind = "" if parameter.annotation is parameter.empty else f" {allowed(parameter.annotation)}"
-        lines.append(f"  {name}{':' if kind else ''}{kind}{default}")
+        lines.append(f"  {name}: {allowed(parameter.annotation)}{default}")
         lines += textwrap.wrap(described.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 
@@ -40,15 +40,10 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
 def argument_texts(docstring: str) -> dict[str, str]:
     """Return what the section `Args:` of a docstring says of each argument."""
     found: dict[str, str] = {}
-    name, indent = "", None
-    for line in docstring.partition("Args:\n")[2].splitlines():
-        if not line.strip():
-            continue
-        depth = len(line) - len(line.lstrip())
-        indent = depth if indent is None else indent
-        if depth < indent:
-            break
-        if depth == indent:
+    lines = [line for line in docstring.partition("Args:\n")[2].splitlines() if line.strip()]
+    name, indent = "", len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+    for line in takewhile(lambda line: line.startswith(" " * indent), lines):
+        if line[indent] != " ":
             name, _, line = line.strip().partition(":")
         found[name] = f"{found.get(name, '')} {line.strip()}".strip()
     return found

@@ -31,9 +31,8 @@ def other_distribution() -> Path | None:
     The package index has two: `trainer`, and `coqui-tts-trainer`, which continues it.
     """
     for folder in dict.fromkeys([_OURS.parents[1], Path(sysconfig.get_path("purelib"))]):
-        for path in sorted(folder.glob("*trainer*.dist-info")):
-            record = path / "RECORD"
-            files = record.read_text(encoding="utf-8", errors="replace") if record.is_file() else ""
+        for record in sorted(folder.glob("*trainer*.dist-info/RECORD")):
+            path, files = record.parent, record.read_text(encoding="utf-8", errors="replace")
             if not path.name.startswith("exact_trainer-") and "\ntrainer/__init__.py," in f"\n{files}":
                 return path
     return None

@@ -49,7 +49,7 @@ def fitted_lines(
 
 
 def help_width() -> int:
-    """Return the number of characters of a line of help: that of the terminal on stdout, at most `WIDEST`."""
+    """Return the number of characters of a line of help: the width of the terminal on stdout, at most `WIDEST`."""
     return min(columns_of(sys.stdout) or WIDEST, WIDEST)
 
 

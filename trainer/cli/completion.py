@@ -1,4 +1,4 @@
-"""`trainer completion`: a script by which a shell completes commands, options, and values that are one of a few.
+"""`trainer completion`: a script that makes a shell complete commands, options, and values that are one of a few.
 
 shtab writes them from a parser of argparse. Most options are arguments of the Trainer, which the commands' own parsers
 never see: so the options of that parser are read from the help.
@@ -49,9 +49,9 @@ OR_A_PATH = ("--ckpt-path",)
 """Options with a few known values, which take any path, too."""
 REPLACED = {
     "bash": {
-        # Where a word is none of a few, a file: shtab leaves that out on purpose, github.com/tqdm/shtab/issues/65.
+        # Complete files for other words: shtab leaves that out on purpose, github.com/tqdm/shtab/issues/65.
         "-o bashdefault": "-o bashdefault -o default",
-        # What stands after the `--` of `trainer launch -- trainer fit` has options.
+        # Options may follow the `--` of `trainer launch -- trainer fit`.
         "pos_only=1": "pos_only=0",
     },
     "zsh": {
@@ -141,7 +141,7 @@ def _or_a_path(words: Iterable[str]) -> dict[str, Any]:
 def options_of(command: str, word: str) -> dict[str, bool]:
     """Return the options of a command, or of its second word, and whether they take a value.
 
-    They are those with which a line of the help begins: the trainer's arguments are there, which argparse never sees.
+    They are read from the lines of the help, which also has the trainer's arguments, unlike argparse.
     """
     if command in ("completion", "help"):
         return {}
@@ -163,7 +163,7 @@ def options_of(command: str, word: str) -> dict[str, bool]:
 
 
 def _is_example(name: str) -> bool:
-    """Whether the help has an option as an example: those of the user's classes are not known."""
+    """Whether the help has an option as an example: the options of the user's classes are not known."""
     first, _, rest = name.partition(".")
     return bool(rest) and rest != "help" and (first != "--trainer" or "." in rest)
 

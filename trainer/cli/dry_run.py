@@ -65,12 +65,8 @@ def _parser() -> CommandParser:
     config_option(parser, "the configuration")
     add = parser.add_argument
     add("--dry-run", action="store_true", help="start nothing")
-    add(
-        "--world-size",
-        metavar="N",
-        type=positive,
-        help="processes on all machines (default: devices x num_nodes, if devices is a number)",
-    )
+    words = "processes on all machines (default: devices x num_nodes, if devices is a number)"
+    add("--world-size", metavar="N", type=positive, help=words)
     add("--nproc-per-node", metavar="N", type=positive, help="processes on each machine (default: devices, or 8)")
     add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
     add("--no-data", action="store_true", help="do not set up the data")
@@ -108,10 +104,8 @@ def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:
         given.world_size = per_machine * configuration.trainer.get("num_nodes", 1)
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
-        raise ConfigError(
-            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes: give "
-            "--nproc-per-node, or another --world-size."
-        )
+        words = f"--world-size {given.world_size} is not a multiple of {per_machine}, the processes of a machine."
+        raise ConfigError(f"{words} Give --nproc-per-node, or another --world-size.")
     return per_machine
 
 
@@ -170,7 +164,7 @@ def _trainer(configuration: Recipe) -> Trainer:
     from trainer.trainer import Trainer
 
     arguments = {name: instantiate(value) for name, value in configuration.trainer.items()}
-    # The devices of this machine say nothing about those of the cluster.
+    # This machine's devices say nothing about the cluster's.
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "compile": False}
     return Trainer(**{**arguments, **here})
 

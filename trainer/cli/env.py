@@ -1,4 +1,4 @@
-"""`trainer env`: print how this process was started, by which variables that is known, versions and devices."""
+"""`trainer env`: print how this process was started, the variables that show it, versions and devices."""
 
 from __future__ import annotations
 
@@ -48,11 +48,8 @@ PREFIXES = (
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the environment. Returns the exit code: 2 if the variables contradict each other."""
-    parser = CommandParser(
-        prog="trainer env",
-        description="Show how this process was started and why that is known, versions and devices.",
-        epilog=EXAMPLES,
-    )
+    words = "Show how this process was started and why that is known, versions and devices."
+    parser = CommandParser(prog="trainer env", description=words, epilog=EXAMPLES)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse(arguments)
     found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
@@ -79,12 +76,8 @@ def machine() -> dict[str, Any]:
     from trainer.launchers.launcher import usable_cores
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return {
-        "host": socket.gethostname(),
-        "system": platform.platform(),
-        "cores": usable_cores(),
-        "memory_gib": round(memory, 1),
-    }
+    host, system = socket.gethostname(), platform.platform()
+    return {"host": host, "system": system, "cores": usable_cores(), "memory_gib": round(memory, 1)}
 
 
 def devices() -> dict[str, Any]:
@@ -129,10 +122,10 @@ def environment() -> dict[str, Any]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     process, here, seen = found["started_by"], found["machine"], found["devices"]
-    started = "no launcher: a single process (Trainer(devices=...) starts more)"
-    if found["problem"]:
-        started = f"error: {found['problem']}"
-    elif process["source"] != "single process":
+    started = f"error: {found['problem']}"
+    if process.get("source") == "single process":
+        started = "no launcher: a single process (Trainer(devices=...) starts more)"
+    elif process:
         started = (
             f"{process['source']}: rank {process['rank']} of {process['world_size']}, on this machine "
             f"{process['local_rank']} of {process['local_world_size']}, machine {process['node_rank']} of "

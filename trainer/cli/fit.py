@@ -73,13 +73,9 @@ def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
         lines += [f"after {steps} step{'s' * (steps != 1)}:", table([values])]
     if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
-    lines.append(f"run directory:  {relative(run_dir)}")
-    checkpoints = run_dir / "checkpoints"
-    config = run_dir / "config.yaml"
-    if config.is_file():
-        lines.append(f"configuration:  {relative(config)}")
-    if checkpoints.is_dir():
-        lines.append(f"checkpoints:    {relative(checkpoints)}")
+    places = {"run directory:": "", "configuration:": "config.yaml", "checkpoints:": "checkpoints"}
+    found = {label: run_dir / name for label, name in places.items() if (run_dir / name).exists()}
+    lines += [f"{label:<15} {relative(path)}" for label, path in found.items()]
     return lines + output_lines(callbacks)
 
 
@@ -97,5 +93,5 @@ def next_command(run_dir: Path) -> list[str]:
 def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
     found = [location for callback in callbacks if (location := callback.output_location()) is not None]
-    # What does not end as a label is a command, to be typed with the path.
+    # Without a colon at its end it is a command, to be typed with the path.
     return [f"{label:<15} {relative(path) if label.endswith(':') else quote(relative(path))}" for label, path in found]

@@ -80,7 +80,7 @@ def _classes() -> dict[str, tuple[type, str]]:
 
 
 def place_of(cls: type) -> str:
-    """Return the place of a configuration that objects of a class have; an empty text if it has none of its own."""
+    """Return the place in a configuration for objects of a class; empty if it has no place."""
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 

@@ -81,10 +81,7 @@ def _write(template: str | None, folder: str | None) -> None:
         raise ConfigError(f"{folder} cannot be written: {error}.") from error
     files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
     print(f"{folder}: {', '.join(files)}\n\n  cd {shlex.quote(folder)}\n  trainer fit --config config.yaml\n  pytest")
-    absent = [
-        package
-        for module, package in {**NEEDS.get(template, {}), "pytest": "pytest"}.items()
-        if find_spec(module) is None
-    ]
+    needed = {**NEEDS.get(template, {}), "pytest": "pytest"}
+    absent = [package for module, package in needed.items() if find_spec(module) is None]
     if absent:
         print(f"\nIt needs packages that are not installed: pip install {' '.join(absent)}")

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     if options.slurm:
         return _slurm(options)
     machines = _machines(options)
-    if options.program[0] != "trainer" or options.module:  # our command says it by itself
+    if options.program[0] != "trainer" or options.module:  # our command reports it
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
             print(f"note: {printable(note)}", file=sys.stderr, flush=True)
     number = _number_of_processes(options.nproc_per_node)
@@ -181,23 +181,12 @@ def _parser(environ: Mapping[str, str]) -> CommandParser:
     option("--nproc-per-node", processes, None, "PET_NPROC_PER_NODE")
     names = ("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint")
     parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, type=_place, help="where the machines meet")
-    option(
-        "--node-rank",
-        "number of this machine; 0 hosts the rendezvous (default: found)",
-        None,
-        "PET_NODE_RANK",
-        type=whole,
-    )
+    words = "number of this machine; 0 hosts the rendezvous (default: found)"
+    option("--node-rank", words, None, "PET_NODE_RANK", type=whole)
     parser.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d",), help="as torchrun has it, and no other")
     option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
-    option(
-        "--rdzv-conf",
-        "such as join_timeout=1200,keep_alive_interval=5",
-        "",
-        "PET_RDZV_CONF",
-        "KEY=N,...",
-        _seconds_by_name,
-    )
+    words = "such as join_timeout=1200,keep_alive_interval=5"
+    option("--rdzv-conf", words, "", "PET_RDZV_CONF", "KEY=N,...", _seconds_by_name)
     option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS", type=whole)
     option("--log-dir", "a folder for the files of --redirects and --tee (default: a new one in /tmp)", metavar="DIR")
     words = "write output (1), errors (2) or both (3) into files: 3, or 0:3,1:2 by rank"
@@ -225,12 +214,10 @@ def _add_slurm_options(parser: CommandParser) -> None:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """Return the arguments with which Python runs the program."""
+    """Return the arguments that make Python run the program."""
     program = options.program[1:] if options.program[:1] == ["--"] else [*options.program]
     if not program:
-        raise ConfigError(
-            "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
-        )
+        raise ConfigError("nothing to launch: give a script, -m MODULE or a trainer command.")
     if program[0] == "trainer" and not options.module:
         # -P: not the user's own trainer.py.
         return [*(["-P"] if shadow([Path.cwd()]) is not None else []), "-m", *program]
@@ -261,10 +248,7 @@ def _machines(options: argparse.Namespace) -> Machines | None:
         raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
     minimum, maximum = options.nnodes
     if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
-        raise ConfigError(
-            f"--nnodes {maximum} machines have to meet: give HOST:PORT, such as node1:29500, to --rdzv: the name of "
-            "one of them and a free port of it, the same on all."
-        )
+        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:
@@ -277,27 +261,25 @@ def _number_of_processes(given: str | None) -> int:
     number = whole_number(given or "")
     if number:
         return number
-    if given not in (None, "gpu", "cpu", "auto"):
-        raise ConfigError(f"--nproc-per-node {given}: give a number from 1, gpu, cpu or auto.")
     import torch
 
-    gpus = torch.cuda.device_count()
-    if given == "gpu" and not gpus:
-        raise ConfigError("--nproc-per-node gpu, but no CUDA device is found. Give a number, or cpu.")
-    cores = os.cpu_count() or 1 if given in ("cpu", "auto") else 1
-    return cores if given == "cpu" else gpus or cores
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    found = {None: gpus or 1, "auto": gpus or cores, "gpu": gpus, "cpu": cores}.get(given)
+    if not found:
+        raise ConfigError(f"--nproc-per-node {given}: give a number from 1, cpu, auto, or gpu where CUDA finds any.")
+    return found
 
 
 def _slurm(options: argparse.Namespace) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
     if options.nnodes[1] not in (1, options.nodes) or options.rdzv:
-        raise ConfigError("with --slurm the machines are --nodes and meet by themselves: leave --nnodes, --rdzv out.")
+        raise ConfigError("with --slurm the machines are --nodes and meet automatically: leave --nnodes, --rdzv out.")
     print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0
 
 
-_PLAIN = ("partition", "account", "qos", "constraint", "cpus_per_task", "mem")
+_PLAIN = ("gpus_per_node", "time", "partition", "account", "qos", "constraint", "cpus_per_task", "mem")
 _WARN_S = 120
 
 
@@ -319,8 +301,6 @@ def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
         f"--job-name={options.job_name or _name(options)}",
         f"--nodes={options.nodes}",
         f"--ntasks-per-node={1 if launcher else processes}",
-        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
-        *([f"--time={options.time}"] if options.time else []),
         *(f"--{name.replace('_', '-')}={value}" for name in _PLAIN if (value := vars(options)[name])),
         f"--signal=USR1@{_WARN_S}",
         "--requeue",

@@ -20,10 +20,7 @@ COMMANDS = {
         "trainer.cli.estimate.command",
         "say how much memory a training will need on each process, for every strategy, or which layouts fit",
     ),
-    "tune": (
-        "trainer.cli.tune.command",
-        "find settings: tune lr, tune batch-size, tune throughput",
-    ),
+    "tune": ("trainer.cli.tune.command", "find settings: tune lr, tune batch-size, tune throughput"),
     "config": (
         "trainer.cli.config.command",
         "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",
@@ -172,9 +169,8 @@ def dispatch(arguments: list[str]) -> int:
     if first not in COMMANDS:
         from trainer.errors import did_you_mean
 
-        return usage_error(
-            f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} Commands: {', '.join(COMMANDS)}."
-        )
+        close = did_you_mean(first, COMMANDS)
+        return usage_error(f"unknown command {first!r}.{close} Commands: {', '.join(COMMANDS)}.")
     run = importlib.import_module(COMMANDS[first][0]).run
     code: int = run(arguments[1:])
     return code

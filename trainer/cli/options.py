@@ -120,10 +120,8 @@ def positive(text: str) -> int:
 def size(text: str) -> int:
     """Return the number of an option: "80GB", "7B", "350M", "7e9", and "2GiB", whose units are powers of 1024."""
     match = re.fullmatch(r"(\d*\.?\d+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
-    number = 0.0
-    if match is not None:
-        power = " kmgt".index(match[2].replace("b", "g") or " ")
-        number = float(match[1]) * (1024.0 if match[3] else 1000.0) ** power
+    amount, unit, binary = match.groups() if match is not None else ("0", "", "")
+    number = float(amount) * (1024.0 if binary else 1000.0) ** " kmgt".index(unit.replace("b", "g") or " ")
     if not 1 <= number < 2**62:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number with its unit, such as 5GB, 2GiB, 350M or 7e9")
     return round(number)
@@ -155,7 +153,7 @@ def make_parser(command: str, summary: str) -> CommandParser:
     config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint or a run")
-    parser.add_argument("--name", metavar="NAME", help="the name of the run, by which last and best find it again")
+    parser.add_argument("--name", metavar="NAME", help="the name of the run, which last and best look for")
     if command == "fit":
         words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
@@ -176,7 +174,7 @@ def recipe_of(
     """Read files and command line, and check them.
 
     Raises:
-        ConfigError: lists the problems of names, before torch is imported; else those of classes and values.
+        ConfigError: lists the problems of names, before torch is imported; else of classes and values.
     """
     from trainer.config.read import read
 

@@ -22,7 +22,7 @@ from trainer.cli.runs.find import (
     summary_of,
     with_name,
 )
-from trainer.errors import ConfigError, MissingPackageError, did_you_mean, printable
+from trainer.errors import ConfigError, did_you_mean, printable, require_package
 
 EXAMPLES = """\
 examples:
@@ -43,16 +43,12 @@ Curves = dict[str, dict[str, list[tuple[int, float]]]]
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Draw curves to a file. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer plot",
-        description="Draw the values that runs have logged to metrics.csv or metrics.jsonl.",
-        epilog=EXAMPLES,
-    )
+    words = "Draw the values that runs have logged to metrics.csv or metrics.jsonl."
+    parser = CommandParser(prog="trainer plot", description=words, epilog=EXAMPLES)
     words = f"a run directory, a folder with runs below, or a file {' or '.join(METRIC_FILES)}"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=words)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default="curves.png", help="PNG, SVG, PDF or HTML (curves.png)"
-    )
+    words = "PNG, SVG, PDF or HTML (curves.png)"
+    parser.add_argument("-o", "--output", metavar="FILE", default="curves.png", help=words)
     parser.add_argument("--metric", metavar="NAME", nargs="+", help="names of metrics; * and ? match others")
     parser.add_argument("--smooth", metavar="S", type=float, default=0.0, help="0 to 1: moving average")
     parser.add_argument("--log", action="store_true", help="a logarithmic scale of values")
@@ -88,10 +84,7 @@ def curves_of(paths: list[str]) -> Curves:
         runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
         here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            raise ConfigError(
-                f"{text} has no values: give the directory of a run, or its {' or '.join(METRIC_FILES)}. CSVLogger or "
-                "JSONLLogger writes one: Trainer(logger=[CSVLogger()])."
-            )
+            raise ConfigError(f"{text} has no logged values. Give a run with Trainer(logger=[CSVLogger()]).")
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
     varied = differing([*hyperparameters.values()])[:MOST_VALUES]
@@ -124,11 +117,9 @@ def chosen(curves: Curves, patterns: list[str] | None) -> Curves:
 
 def draw(curves: Curves, output: Path, smooth: float, logarithmic: bool) -> None:
     """Write the picture, or the page with the picture in it."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackageError("matplotlib", "trainer plot") from None
+    require_package("matplotlib", "trainer plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     columns = min(3, len(curves))
     rows = math.ceil(len(curves) / columns)
@@ -202,7 +193,7 @@ def _explain(axes: Any, lines: dict[str, Any]) -> None:
 def smoothed(values: tuple[float, ...], weight: float) -> list[float]:
     """Return the exponential moving average, corrected for its start, as TensorBoard's scalar page draws it.
 
-    A value that is not finite stays as it is, and changes no other.
+    A value that is not finite stays unchanged, and changes no other.
     """
     average, total, found = 0.0, 0.0, []
     for value in values:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
 from trainer.config.tree import COMMAND_LINE, Diagnostics
-from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_you_mean
+from trainer.errors import ConfigError, TrainerError, did_you_mean, require_package
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,12 +69,10 @@ def fit_on_ray(options: RayOptions, configuration: Recipe) -> int:
     """
 
     root = _root(options, configuration)
-    try:
-        import ray
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
-    except ImportError as error:
-        raise MissingPackageError("ray", "trainer fit --ray") from error
+    require_package("ray", "trainer fit --ray")
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     started_here = not ray.is_initialized()
     if started_here:
@@ -118,7 +116,7 @@ def _root(options: RayOptions, configuration: Recipe) -> str:
         return str(local_path(root).absolute())
     if "://" in options.storage_path:
         raise ConfigError(
-            f"--ray storage_path={options.storage_path} is not a folder, as the run directory has to be: give also "
+            f"--ray storage_path={options.storage_path} is not a folder, which run directories need: give also "
             "--trainer.default_root_dir, a folder that all machines see."
         )
     return str(local_path(options.storage_path).absolute())
@@ -132,7 +130,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     """
     from trainer.cli.main import main
 
-    # Ray gives each worker a folder of its own, in which the user's relative paths do not exist.
+    # Ray gives each worker a separate folder, where the user's relative paths do not exist.
     if Path(config["folder"]).is_dir():
         os.chdir(config["folder"])
     sys.path += [folder for folder in config["path"] if folder not in sys.path]

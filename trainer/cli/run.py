@@ -16,12 +16,7 @@ from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse, recipe_of
 from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
-from trainer.errors import (
-    ConfigError,
-    MissingPackageError,
-    TrainerError,
-    printable,
-)
+from trainer.errors import ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ class Job:
     allow_changes: list[str]
     weights: str | None
     config: list[str]
-    """The configuration files as they were named."""
+    """The configuration files' names on the command line."""
 
 
 def run_command(
@@ -114,10 +109,7 @@ def run_command(
 
 def _load(command: str, options: Options, findings: Diagnostics) -> Recipe:
     if not options.config and not options.overrides and not findings.problems:
-        raise ConfigError(
-            f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
-            f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
-        )
+        raise ConfigError(f"nothing to {command}: give --config run.yaml, or --module file.py:Class.")
     configuration = recipe_of(options.config, options.overrides, findings, command)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)

@@ -1,4 +1,4 @@
-"""`trainer schema`: a JSON schema of configurations, by which editors complete and check them.
+"""`trainer schema`: a JSON schema of configurations, which editors use to complete and check them.
 
 pydantic makes the schemas of single types. It was tried for whole constructors, and refuses the Trainer's, which has
 positional and keyword-only arguments, and those with a type that only type checkers import.
@@ -32,12 +32,8 @@ REFERENCE = {"type": "string", "pattern": r"\$\{.*\}", "description": "a referen
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the schema. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer schema",
-        description="Print a JSON schema of configurations: names, types and descriptions of all arguments.",
-        epilog=EXAMPLES,
-    )
-    parser.parse(arguments)
+    words = "Print a JSON schema of configurations: names, types and descriptions of all arguments."
+    CommandParser(prog="trainer schema", description=words, epilog=EXAMPLES).parse(arguments)
     print(json.dumps(schema(), indent=1))
     return 0
 
@@ -116,13 +112,11 @@ def _trainer_texts() -> Mapping[str, str]:
 
 
 def _type_schema(annotation: Any) -> dict[str, Any]:
-    """Return the schema of an annotation; that of anything, where JSON has no values of a type."""
+    """Return the schema of an annotation; an open one where JSON lacks the type."""
     from pydantic import ConfigDict, TypeAdapter
 
     from trainer.config.types import NO_ADAPTER
 
-    if annotation is inspect.Parameter.empty:
-        return {}
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
         found = adapter.json_schema()
@@ -135,7 +129,7 @@ def _choice(table: Mapping[str, type], further: Iterable[str] = (), beside: Iter
     """Return the schema of a place where a class of a table is chosen, by name or with its arguments.
 
     Args:
-        further: names that are no classes.
+        further: names that are not classes.
         beside: words that stand next to the arguments of any class.
     """
     known = [_object({"const": name}, arguments_schema(cls), beside) for name, cls in table.items()]

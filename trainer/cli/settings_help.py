@@ -35,7 +35,7 @@ TRAINING_ONLY = {
 
 def arguments_help(command: str, width: int) -> str:
     """Return the list of the trainer's arguments for the `--help` of a command."""
-    rest = "" if command == "fit" else "; trainer fit --help has those of training"
+    rest = "" if command == "fit" else "; trainer fit --help lists more for training"
     lines = [f"trainer arguments (under `trainer:` in a file, or as options{rest}):"]
     for field in fields(Settings):
         if command != "fit" and field.name in TRAINING_ONLY:
@@ -49,7 +49,7 @@ def arguments_help(command: str, width: int) -> str:
 
 
 def _readable(annotation: str) -> str:
-    """Return an annotation in which a `Literal` is replaced by its values."""
+    """Return an annotation with the values of a `Literal` in its place."""
     return re.sub(r"Literal\[(.*?)\]", lambda choice: choice[1].replace(", ", " | "), annotation)
 
 

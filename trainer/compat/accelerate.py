@@ -10,7 +10,7 @@ _OF_TRAINER_STRATEGIES = "of trainer.strategies"
 _DEEPSPEED = f"strategy=DeepSpeedStrategy(...) {_OF_TRAINER_STRATEGIES}"
 _LOGGERS = "logger=TensorBoardLogger(), WandbLogger(), MLFlowLogger() or CSVLogger() of trainer.callbacks"
 _OWN_LOGGER = "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"
-_ANY_LOADER = "nothing: a run goes on at its next batch with any loader"
+_ANY_LOADER = "nothing: a run continues at its next batch with any loader"
 _ORDER = "nothing: the order of samples follows from the seed and the epoch"
 _KWARGS = "options of the strategy, such as DDPStrategy(find_unused_parameters=True)"
 _ONE_STEP_EACH = "nothing: 'interval' and 'frequency' of configure_optimizers say when a scheduler steps"
@@ -212,7 +212,7 @@ NAMES = {
     "set_seed": "seed_everything(seed), or Trainer(seed=...)",
     "synchronize_rng_states": "Trainer(seed=...): all processes derive their generators from one seed",
     "find_executable_batch_size": "Tuner(trainer).scale_batch_size(module), or accumulate_grad_batches='auto'",
-    "skip_first_batches": "fit(..., ckpt_path='last'), which goes on at the next batch",
+    "skip_first_batches": "fit(..., ckpt_path='last'), which continues at the next batch",
     "LocalSGD": "DDPStrategy(comm_hook=...) and a PeriodicModelAverager of torch: see the page 'distributed'",
     "prepare_pippy": "FSDPStrategy(pipeline_parallel=2) with trainer.predict",
     **dict.fromkeys(
@@ -251,7 +251,7 @@ LAUNCH_OPTIONS = {
     **dict.fromkeys(("--main-process-ip", "--main-process-port"), _ADDRESS),
     "--num-processes": _PER_MACHINE,
     "--num-machines": "--nnodes N: machines",
-    "--machine-rank": "--node-rank N, or nothing: the machines are numbered by themselves",
+    "--machine-rank": "--node-rank N, or nothing: the machines are numbered automatically",
     "--multi-gpu": "nothing: one process is started for each GPU; --nproc-per-node N starts N",
     "--gpu-ids": "CUDA_VISIBLE_DEVICES=0,1 before the command, or --trainer.devices '[0, 1]' behind `trainer fit`",
     **dict.fromkeys(("--cpu", "--use-cpu"), "Trainer(accelerator='cpu') in the script, and --nproc-per-node N"),

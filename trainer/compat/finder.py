@@ -18,11 +18,8 @@ NAMESAKE = "trainer.pytorch"
 PACKAGES = ("callbacks", "strategies", "cli", "tuner")
 """Packages that are an attribute of `trainer`, though nothing has imported them yet."""
 
-ELSEWHERE = (
-    "the package that defines it, if Lightning's module only imported it; else a name of the docs' page "
-    "'lightning-names', which has no such name"
-)
-"""The words for a name of which nothing else is known."""
+ELSEWHERE = "the package that defines it, if Lightning's module only imported it; else see the page 'lightning-names'"
+"""The words for a name that is otherwise unknown."""
 
 
 class _Loader:
@@ -93,7 +90,7 @@ def _words_for(package: ModuleType, name: str, packages: list[ModuleType]) -> st
         return f"{home}.{name}" if home else accelerate.NAMES.get(name, "")
     if words := _words_of_package(package.__name__.partition(".")[2]):
         return words
-    of_a_file = not hasattr(package, "__path__")  # such as what the file imports, to which nothing is compared
+    of_a_file = not hasattr(package, "__path__")  # whose imports are not compared
     known = vars(package).get("__all__", ()) if of_a_file else public_names(package)
     return "" if name.startswith("__") or did_you_mean(name, known) else ELSEWHERE
 

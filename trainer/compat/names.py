@@ -179,7 +179,7 @@ PACKAGES_IN_WORDS = {
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
     "demos": "a module or dataset of your own, such as those of `trainer init`",
-    "loops": "trainer.progress and the hooks: a loop is no object here",
+    "loops": "trainer.progress and the hooks: a loop is not an object here",
     "utilities.model_summary": "trainer.callbacks.model_summary.summarize(module), which returns the table as text",
 }
 """Lightning's packages -> what to use instead of a name of theirs that is not in `NAMES`."""
@@ -286,7 +286,7 @@ WORDS: dict[str, dict[str, str]] = {
         ),
     },
     "AdvancedProfiler": {
-        "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)",
+        "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)"
     },
     "PyTorchProfiler": {
         "function_events": "the table next to the trace in `profile/` of the run directory",
@@ -382,7 +382,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "num_nodes": "processes.num_nodes",
         "num_processes": "processes.world_size",
         "is_global_zero": "processes.is_global_zero",
-    },
+    }
 }
 """Lightning's class -> a name that has another name here -> the path of the attribute here."""
 
@@ -550,11 +550,7 @@ STRATEGY_OPTIONS = {
 """Options of other trainers' strategies -> what to use instead."""
 
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
-    "Trainer": {
-        "barebones": (False,),
-        "model_registry": (None,),
-        "enable_autolog_hparams": (True,),
-    },
+    "Trainer": {"barebones": (False,), "model_registry": (None,), "enable_autolog_hparams": (True,)},
     "ModelCheckpoint": {"enable_version_counter": (True,)},
     "AdvancedProfiler": {"dump_stats": (False,)},
     "PyTorchProfiler": {

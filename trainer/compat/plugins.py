@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 
-class PrecisionOf:
-    """A precision plugin of Lightning's: `name` is the value of `Trainer(precision=)` that means the same."""
+class _Placeholder:
+    """Base of objects that stand for a setting, and have no other attributes of Lightning's class."""
 
-    name: str
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    _words: ClassVar[str]
+    """The end of the error for another attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: it only stands for Trainer(precision=...). "
-            "Use trainer.precision during a run."
-        )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {self._words}")
+
+
+class PrecisionOf(_Placeholder):
+    """A precision plugin of Lightning's: `name` is the value of `Trainer(precision=)` that means the same."""
+
+    _words = "it only stands for Trainer(precision=...). Use trainer.precision during a run."
+    name: str
+
+    def __init__(self, precision: str) -> None:
+        self.name = precision
 
 
 class MixedPrecision(PrecisionOf):
@@ -58,27 +63,18 @@ class FSDPPrecision(PrecisionOf):
 class DeepSpeedPrecision(PrecisionOf):
     """The precision of `strategy="deepspeed"`."""
 
-    def __init__(self, precision: str) -> None:
-        super().__init__(precision)
-
 
 class TorchSyncBatchNorm:
     """`Trainer(sync_batchnorm=True)`."""
 
 
-class ClusterEnvironment:
+class ClusterEnvironment(_Placeholder):
     """Base class of environments. Those of this module are found without being given; others have to use torchrun's
     variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
 
-    def __init__(self, *args: Any, **options: Any) -> None: ...
+    _words = "environments are found by the run. Use trainer.global_rank, local_rank, node_rank and world_size."
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute {name!r}: environments are found by the run. "
-            "Use trainer.global_rank, local_rank, node_rank and world_size."
-        )
+    def __init__(self, *args: Any, **options: Any) -> None: ...
 
 
 class LightningEnvironment(ClusterEnvironment):
@@ -104,15 +100,15 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
 
     Args:
         plugins: the argument of Trainer.
-        default_precision: tells whether a precision is that of a Trainer without the argument.
+        default_precision: tells whether a precision is the default of a Trainer.
         precision: the argument of that name.
     """
     problems, sync_batchnorm = [], False
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if own := [name for name in dir(plugin) if isinstance(plugin, PrecisionOf) and _is_own(plugin, name)]:
             problems.append(
-                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. For numbers of your "
-                "own give Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
+                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. Give "
+                "Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
             )
         if isinstance(plugin, PrecisionOf):
             if not default_precision(precision):
@@ -126,21 +122,18 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
 
 
 def _is_own(plugin: PrecisionOf, name: str) -> bool:
-    """Whether a public method is that of a user's class."""
+    """Whether a public method is defined by a user's class."""
     method = getattr_static(plugin, name)
     return isinstance(method, FunctionType) and method.__module__ != __name__ and not name.startswith("_")
 
 
 def _problem(plugin: Any) -> str:
-    name = plugin if isinstance(plugin, str) else plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
-    if isinstance(plugin, type):
-        return f"plugins: {name} is a class; give an object: {name}(...)."
     if isinstance(plugin, ClusterEnvironment):
         return (
-            f"plugins=[{name}(...)]: environments of your own are not asked. Set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"plugins=[{type(plugin).__name__}(...)]: an environment is not used. Set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT in each process, as torchrun does, and leave the plugin out."
         )
     return (
-        f"plugins={name!r}: a precision, a cluster environment or SyncBatchNorm can be given. For another way to write "
-        "checkpoints use ModelCheckpoint(dirpath=, async_save=); for others precision= and strategy=."
+        f"plugins={plugin!r}: give an object of a precision, a cluster environment or SyncBatchNorm. To write "
+        "checkpoints in another way use ModelCheckpoint(dirpath=, async_save=); for others precision= and strategy=."
     )

@@ -49,7 +49,7 @@ from trainer.config.types import (
     wants_text,
 )
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import ConfigError
 from trainer.logger import Logger
 from trainer.module import TrainModule
 from trainer.names.misses import is_default
@@ -89,22 +89,24 @@ class Checker:
         if node is None or module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
             return self.chosen(node, Optimizer, "optimizer", provided=("params",))
         if node.value is not None:
-            words = f"module ({module.__name__}) defines configure_optimizers, which would be replaced."
-            self.findings.add(node.source, f"optimizer: {words} Keep one of them.")
+            words = f"optimizer: module ({module.__name__}) defines configure_optimizers. Keep one of them."
+            self.findings.add(node.source, words)
         return None
 
     def scheduler(self, node: Node | None) -> ClassSpec | None:
         """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        return self.chosen(node, LRScheduler, "lr_scheduler", provided=("optimizer",))
+        return self.chosen(node, LRScheduler, "lr_scheduler")
 
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
-        names = [] if node is None else self.value(node, list[str], ("allow_changes",))
-        if node is None or not isinstance(names, list):
+        if node is None:
+            return []
+        names = self.value(node, list[str], ("allow_changes",))
+        if names is INVALID:
             return []
         for problem in allowed_problems(names):
             self.findings.add(node.source, problem)
-        return names
+        return [*names]
 
     def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
         """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
@@ -112,24 +114,20 @@ class Checker:
         Weights need not be there: only a `fit` without a checkpoint reads them.
         """
         value = self.text(node, key)
-        if node is None or value is None or (has_to_be_there and value in ("last", "best")):
+        if node is None or not isinstance(value, str) or (has_to_be_there and value in ("last", "best")):
             return
         try:
             node.value = str(as_storage_path(value).absolute())
             if has_to_be_there and not checkpoint_may_exist(value):
-                close = did_you_mean(value, ["last", "best"])
-                raise ConfigError(f"there is no {value!r}.{close} Allowed: last, best, or a checkpoint's folder.")
+                raise ConfigError(f"there is no {value!r}. Give last, best, or a checkpoint's folder.")
         except ConfigError as error:
             self.findings.add(node.source, f"{key}: {error}")
 
     def text(self, node: Node | None, key: str) -> str | None:
         """Return the text at a key of the configuration, if there is one."""
-        if node is None:
-            return None
-        if node.value == "":
+        if node is not None and node.value == "":
             self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
-        value = self.value(node, str | None, (key,))
-        return value if isinstance(value, str) else None
+        return None if node is None else self.value(node, str | None, (key,))
 
     def trainer(self, node: Node | None) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
@@ -145,7 +143,7 @@ class Checker:
         return valid
 
     def strategy(self, node: Node) -> Any:
-        """Return a short name as it is; with arguments, or for a class of the user's, a spec."""
+        """Return a short name unchanged, and a spec for a class with arguments or a user's class."""
         chosen = entries(node)
         name = chosen["class_path"].value if chosen.keys() == {"class_path"} else None
         if isinstance(name, str) and not re.search(r"[.:]", name):
@@ -164,15 +162,14 @@ class Checker:
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
         if name is None or not isinstance(name.value, str):
-            given = repr_value(name or node)
             words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
-            self.findings.add(node.source, f"{where}: given {given}, {words}")
+            self.findings.add(node.source, f"{where}: given {repr_value(name or node)}, {words}")
             return INVALID
         functions = path[0] != "trainer" and path not in (("module",), ("data",))
         made_by = self.named_class(name, bases, table_of(bases, name.value), path, functions)
         if made_by is INVALID:
             return INVALID
-        if LRScheduler in bases:  # also one of several in a SequentialLR
+        if LRScheduler in bases:  # one of the configuration, or of several in a SequentialLR
             provided = ("optimizer",)
         return replace(self.spec_of(made_by, nested, path, node.source, name.source, provided), bases=bases)
 
@@ -189,15 +186,9 @@ class Checker:
         return found.cls
 
     def spec_of(
-        self,
-        cls: Any,
-        node: Node | None,
-        path: KeyPath,
-        source: Source,
-        named_at: Source,
-        provided: Sequence[str] = (),
+        self, cls: Any, node: Node | None, path: KeyPath, source: Source, named_at: Source, provided: Sequence[str] = ()
     ) -> ClassSpec:
-        """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
+        """Return the spec of a class with the arguments in a mapping; missing ones without a default are a problem."""
         arguments = self.arguments(node, cls, path)
         missing = missing_arguments(cls, {*entries(node), *provided})
         if missing and not (self.has_checkpoint and path == ("module",)):
@@ -214,16 +205,15 @@ class Checker:
         if made_by is INVALID:
             return INVALID
         takes, returns = get_args(signature) or (..., Any)
-        is_class, base = isinstance(made_by, type), returns if isinstance(returns, type) else None
-        if not is_class or (base is not None and base is not Any and issubclass(made_by, base)):
+        is_class = isinstance(made_by, type)
+        if not is_class or (returns is not Any and isinstance(returns, type) and issubclass(made_by, returns)):
             names = [*constructor_parameters(made_by).named]
             called_with = names[: len(takes)] if is_class and takes is not ... else names
             nested = entries(node).get("init_args")
             spec = self.spec_of(made_by, nested, path, node.source, name.source, called_with)
             return replace(spec, is_factory=True, provided=())
         if not makes_callables(made_by):
-            wanted = f", or one that makes {returns.__name__}" if isinstance(returns, type) else ""
-            words = f"objects of {made_by.__qualname__} cannot be called: name a function{wanted}."
+            words = f"objects of {made_by.__qualname__} cannot be called. Name a function, or a class with __call__."
             self.findings.add(name.source, f"{dotted(path)}: {words}")
             return INVALID
         return self.class_spec(node, (object,), path)
@@ -233,11 +223,7 @@ class Checker:
     def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         parameters = constructor_parameters(cls)
-        annotations = {name: one.annotation for name, one in parameters.named.items()}
-        if path == ("lr_scheduler",):
-            annotations |= SCHEDULER_OPTIONS
-        if path == ("trainer",):
-            annotations["precision"] = str | int  # no file can hold a Precision
+        annotations = {name: one.annotation for name, one in parameters.named.items()} | _OF_FILES.get(path, {})
         values = {}
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
@@ -267,10 +253,8 @@ class Checker:
         if (reference := reference_to_data(node)) is not None:
             if path[0] not in ("trainer", "data"):
                 return ValueOfData(node, annotation, dotted(path), lambda: instantiate(self.data_spec))
-            words = (
-                f"{dotted(path)}: {reference} refers to an attribute of the data's object, which is made after this."
-            )
-            self.findings.add(node.source, f"{words} Write the value here, or as an argument of data.")
+            words = f"{reference} is an attribute of the data's object, which is made later. Write the value here."
+            self.findings.add(node.source, f"{dotted(path)}: {words}")
             return INVALID
         if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
             self.findings.add(node.source, node.unreadable)
@@ -281,8 +265,8 @@ class Checker:
     def _keep_paths(self, node: Node, value: Any, path: KeyPath) -> bool:
         """Write paths, also those in pydantic's models, so that they mean the same from any folder; False for a URL."""
         if isinstance(value, Path) and "://" in str(node.value):
-            words = f"{dotted(path)}: {node.value} is a URL, which a Path changes. Annotate it as str | Path."
-            self.findings.add(node.source, words)
+            words = f"{node.value} is a URL, which a Path changes. Annotate it as str | Path."
+            self.findings.add(node.source, f"{dotted(path)}: {words}")
             return False
         if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
             node.value = str(value.absolute())
@@ -296,7 +280,7 @@ class Checker:
             return self.coerce(node, annotation, path, mismatch)
 
     def _first_fitting(self, node: Node, ways: Sequence[Callable[[Node], Any]]) -> Any:
-        """Return a value in the first of several ways in which it has no problems, or the fewest."""
+        """Read a value in the first of several ways that finds no problem, or else the fewest."""
         before = self.findings
 
         def problems(way: Callable[[Node], Any]) -> int:
@@ -312,14 +296,16 @@ class Checker:
         """Return the ways to read a mapping or a list, also as an object, by the members of a union."""
         if isinstance(node.value, list):
             return [partial(self._items, annotation=one, path=path) for one in forms.lists]
-        parts: list[Callable[[Node], Any]] = [
-            partial(self._entries, annotation=one, path=path) for one in forms.mappings
-        ]
+        parts = [partial(self._entries, annotation=one, path=path) for one in forms.mappings]
         if not (forms.objects or forms.calls):
-            return parts
+            return [*parts]
         if node.named is not None and not wants_text(node.named.value, annotation):
             node.value = {"class_path": node.named, **entries(node)}
-        structured = [partial(self._structured, cls=cls, path=path) for cls in forms.objects if is_structured(cls)]
+        structured = [
+            partial(self.spec_of, cls, path=path, source=node.source, named_at=node.source)
+            for cls in forms.objects
+            if is_structured(cls)
+        ]
         if "class_path" not in entries(node) and (parts or structured or forms.takes_mapping):
             return [*structured, *parts]
         node.value = canonical_class(node, path, self.findings).value
@@ -331,14 +317,11 @@ class Checker:
             return self.callable_spec(node, forms.calls[0], path)
         return self.class_spec(node, tuple(forms.objects), path)
 
-    def _structured(self, node: Node, cls: Any, path: KeyPath) -> Any:
-        return self.spec_of(cls, node, path, node.source, node.source)
-
     def _items(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         assert isinstance(node.value, list)
         of_each, several = get_args(annotation), get_origin(annotation) is not tuple or ... in get_args(annotation)
         if not several and len(of_each) != len(node.value):
-            reason = f"{len(of_each)} of them, and there are {len(node.value)}"
+            reason = f" ({len(of_each)} of them, and there are {len(node.value)})"
             return self.coerce(node, annotation, path, TypeMismatchError((), reason))
         annotations = of_each[:1] * len(node.value) if several else of_each
         pairs = zip(node.value, annotations, strict=True)
@@ -349,16 +332,16 @@ class Checker:
     def _entries(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         if is_typeddict(annotation):
             hints, given = hints_of(annotation, annotation, extras=False), entries(node)
-            missing = sorted(annotation.__required_keys__ - given.keys())
-            for name in (*missing, *(given.keys() - hints.keys())):
-                problem = "is missing" if name in hints else f"is none of its keys: {', '.join(hints)}"
-                self.findings.add(node.source, f"{dotted((*path, name))}: {problem}.")
+            needed = annotation.__required_keys__
+            if not needed <= given.keys() <= hints.keys():
+                words = f"given the keys {[*given]}, needed: {sorted(needed)}, allowed: {[*hints]}."
+                self.findings.add(node.source, f"{dotted(path)}: {words}")
             return {key: self.value(child, hints.get(key, Any), (*path, key)) for key, child in given.items()}
         of_key, of_value = get_args(annotation)
         keys: dict[Any, Any] = {}
         for key, child in entries(node).items():
             # Neither JSON nor TOML nor the command line has numbers for keys.
-            number = whole_number(key) if isinstance(key, str) and not accepts(key, of_key) else None
+            number = None if accepts(key, of_key) else whole_number(str(key))
             keys[key] = self.value(Node(key if number is None else number, child.source), of_key, (*path, key))
         return {keys[key]: self.value(child, of_value, (*path, key)) for key, child in entries(node).items()}
 
@@ -385,8 +368,7 @@ class Checker:
             if step in children_of(part):  # others are the names of union members
                 part, inner = children_of(part)[step], (*inner, step)
         inside = f" in {dotted(path)}" if inner != path else ""
-        reason = f" ({mismatch.reason})" if mismatch.reason else ""
-        words = f"given {repr_value(part)}, allowed{inside}: {allowed(annotation)}{reason}."
+        words = f"given {repr_value(part)}, allowed{inside}: {allowed(annotation)}{mismatch.reason}."
         self.findings.add(part.source, f"{dotted(inner)}: {words}")
         return INVALID
 
@@ -405,10 +387,9 @@ def missing_arguments(cls: Any, given: Collection[str]) -> list[str]:
 
 
 def needs_arguments(cls: Any, path: KeyPath, missing: Sequence[str]) -> str:
-    """Return the problem of a class that cannot do without arguments that are not given."""
-    needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-    fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
-    return f"{dotted(path)} ({cls.__name__}) {needs}: {fix}"
+    """Return the problem of a class whose arguments without a default are not given."""
+    fix = f"give them in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
+    return f"{dotted(path)} ({cls.__name__}) needs {', '.join(map(repr, missing))}: {fix}"
 
 
 def _names_a_class(node: Node) -> bool:
@@ -417,6 +398,11 @@ def _names_a_class(node: Node) -> bool:
 
 
 _OF_A_CHOICE = {"class_path", "init_args"}
+_OF_FILES: dict[KeyPath, dict[str, Any]] = {
+    ("lr_scheduler",): SCHEDULER_OPTIONS,
+    ("trainer",): {"precision": str | int},  # no file can hold a Precision
+}
+"""Annotations of arguments that files give in another way, or in addition, by the path of their class."""
 DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 FROM_TEXT: dict[type, Callable[[str], Any]] = {
     torch.dtype: lambda text: DTYPES[text.removeprefix("torch.")],
@@ -440,4 +426,4 @@ def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
 
 
 def _is_derived(cls: Any, base: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, base) and cls is not base
+    return isinstance(cls, type) and base in cls.__mro__[1:]

@@ -18,11 +18,12 @@ from trainer.config.files import to_yaml
 from trainer.config.loading import Recipe, checkpoint_of, record_of
 from trainer.errors import ConfigError, first_of
 from trainer.runs.compare_ranks import listed
-from trainer.settings import Settings
+from trainer.settings import ARGUMENTS, Settings
 
 _CHOICES = ("module", "data", "optimizer", "lr_scheduler")
 _SHOWN = 5
 """Runs, and differences of each, that a message lists."""
+_DEFAULTS = {name: getattr(Settings, name, None) for name in ARGUMENTS}
 
 
 def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Iterator[str]:
@@ -42,15 +43,14 @@ def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Ite
     if which not in POINTERS:
         return
     if named is not None:
-        if checkpoint_of(named, "last"):
-            yield f"--ckpt-path {which} is that of {_shown(named)}"
+        yield f"--ckpt-path {which} is taken from {relative(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     records = {
-        run: found for run in reversed(versions(root)) if (found := record_of(run)) and checkpoint_of(run, "last")
+        run: record
+        for run in reversed(versions(root))
+        if (record := record_of(run)) and name in (None, record.get("name")) and checkpoint_of(run, "last")
     }
-    if name is not None:
-        records = {run: record for run, record in records.items() if record.get("name") == name}
     if records:
         yield _choose(configuration, command, records, root)
     else:
@@ -61,11 +61,11 @@ def _without_runs(configuration: Recipe, command: str, root: Path) -> Iterator[s
     """Begin a training; or take the newest checkpoint of those that scripts have written, if no name is asked for."""
     name, begins = configuration.name, (command, configuration.ckpt_path) == ("fit", "last")
     if name is not None and not begins:
-        raise ConfigError(f"--name {name}: no run below {_shown(root)} that has a checkpoint is called so.")
+        raise ConfigError(f"--name {name}: no run below {relative(root)} has this name and a checkpoint.")
     if name is not None:
         configuration.ckpt_path = None
     if name is not None or (begins and not versions(root)):
-        yield f"there is no run{f' {name!r}' if name else ''} below {_shown(root)} yet: the training begins"
+        yield f"there is no run{f' {name!r}' if name else ''} below {relative(root)} yet: the training begins"
     elif command != "fit":
         any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
 
@@ -80,23 +80,23 @@ def _choose(configuration: Recipe, command: str, records: dict[Path, dict[str, A
         raise ConfigError(_none_is_equal(configuration, command, found, root))
     run = min(equal or found, key=lambda one: _other_settings(records[one], wanted))
     configuration.work_in(run, command)
-    if (command, which) == ("fit", "last"):  # the run keeps its name, and the weights from which it began
+    if (command, which) == ("fit", "last"):  # the run keeps its name and its first weights
         kept = {key: records[run][key] for key in ("name", "weights") if key in records[run]}
         configuration.recorded = to_yaml({**kept, **wanted})
     differs = f", although it has {'; '.join(found[run][:_SHOWN])}" if found[run] else ""
-    return f"--ckpt-path {which} is that of {_shown(run)}{differs}"
+    return f"--ckpt-path {which} is taken from {relative(run)}{differs}"
 
 
 def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> Path | None:
     """Return the run whose own configuration is among the files, wherever it was moved to, and work in it."""
     which, given = configuration.ckpt_path, map(local_path, files)
-    named = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
-    runs = [folder for folder in named if _is_run(folder)]
+    folders = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
+    runs = [*filter(_is_run, folders)]
     other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
     if which in POINTERS and (len(runs) > 1 or other_name):
         raise ConfigError(
-            f"--ckpt-path {which}: several runs are meant, by --name or the configurations of {first_of(runs)}. Give "
-            "one configuration, without a name, which the run keeps; or the run: --ckpt-path FOLDER."
+            f"--ckpt-path {which} is ambiguous: --name and the configurations of {first_of(runs)} mean several runs. "
+            "Give one configuration without --name, or --ckpt-path FOLDER."
         )
     if len(runs) != 1:
         return None
@@ -108,13 +108,12 @@ def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> 
 
 
 def _none_is_equal(configuration: Recipe, command: str, found: dict[Path, list[str]], root: Path) -> str:
-    lines = [f"{_shown(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in found.items()]
-    config, which = _shown(next(iter(found)) / "config.yaml"), configuration.ckpt_path
+    lines = [f"{relative(run)}: {'; '.join(differs[:_SHOWN])}" for run, differs in found.items()]
+    config, which = relative(next(iter(found)) / "config.yaml"), configuration.ckpt_path
     return (
-        f"--ckpt-path {which}: no run below {_shown(root)} has the module, the data, the optimizer and the seed of "
-        f"this command, with their values.{listed(lines, _SHOWN)}\nTo take one of them as it is: trainer {command} "
-        f"--config {shlex.quote(config)} --ckpt-path {which}, and what is to be changed after that. To begin a "
-        f"training, leave out --ckpt-path {which}, or give the run a name: --name NAME."
+        f"--ckpt-path {which}: no run below {relative(root)} has the module, data, optimizer and seed of this command, "
+        f"with their values.{listed(lines, _SHOWN)}\nTo take one of them: trainer {command} --config "
+        f"{shlex.quote(config)} --ckpt-path {which}. To begin a training, leave out --ckpt-path, or add --name NAME."
     )
 
 
@@ -126,21 +125,23 @@ def _is_run(folder: Path) -> bool:
 
 
 def _differences(configuration: Recipe, record: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs between the configuration of a run and that of the command, as they were written."""
+    """Yield the differences between a run's configuration and the command's, with the values that were written."""
     there, here = _compared(record), _compared(wanted)
-    roots = [str(one["trainer"].get("default_root_dir", ".")) for one in (record, wanted)]
     module = configuration.module
     of_checkpoint = {f"module.{name}" for name in missing_arguments(module.cls, module.arguments)}
     other_classes = set[str]()
-    for name in sorted(there.keys() | here.keys()):
-        values = [one.get(name, "nothing") for one in (there, here)]
-        if name in of_checkpoint or name.partition(".")[0] in other_classes or values[0] == values[1]:
-            continue
-        if plain(values[0], roots[0]) != plain(values[1], roots[1]):
+    for name in sorted((there.keys() | here.keys()) - of_checkpoint):
+        before, now = there.get(name, "nothing"), here.get(name, "nothing")
+        is_same = before == now or plain(before, _root(record)) == plain(now, _root(wanted))
+        if not is_same and name.partition(".")[0] not in other_classes:
             other_classes |= {name} & {*_CHOICES}
-            yield f"{name} {values[0]} there, {values[1]} here"
+            yield f"{name} {before} there, {now} here"
     if wanted.get("weights") and record.get("weights") != wanted["weights"]:
         yield f"weights {record.get('weights')} there, {wanted['weights']} here"
+
+
+def _root(record: dict[str, Any]) -> str:
+    return str(record["trainer"].get("default_root_dir", "."))
 
 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +157,9 @@ def _compared(record: dict[str, Any]) -> dict[str, Any]:
 
 def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
     """Return the number of the trainer's settings that differ, apart from the folder; the weights count as one."""
-    there, here = ({**one["trainer"], "weights": one.get("weights")} for one in (record, wanted))
+    there, here = ({**_DEFAULTS, **one["trainer"], "weights": one.get("weights")} for one in (record, wanted))
     names = (there.keys() | here.keys()) - {"default_root_dir"}
-    values = [[one.get(name, getattr(Settings, name, None)) for one in (there, here)] for name in names]
-    return sum(before != now for before, now in values)
+    return sum(there.get(name) != here.get(name) for name in names)
 
 
 def plain(value: Any, root: str) -> Any:
@@ -170,11 +170,14 @@ def plain(value: Any, root: str) -> Any:
         return [plain(item, root) for item in value]
     if isinstance(value, Path):
         value = str(value.absolute())
-    if isinstance(value, str):  # /folder:module.Class is /folder/module.py:Class
-        value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
-    return os.path.relpath(value, root) if isinstance(value, str) and os.path.isabs(value) else value
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    # /folder:module.Class is /folder/module.py:Class
+    value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
+    return os.path.relpath(value, root)
 
 
-def _shown(path: Path) -> str:
+def relative(path: Path) -> str:
+    """Return a path relative to the current folder where it lies in that, else the absolute one."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import textwrap
@@ -33,10 +34,9 @@ class ResolvedClass:
 
 
 def extend_sys_path(sources: list[Source]) -> None:
-    """Let modules be imported from the current folder and from those of the configuration files."""
-    for folder in [Path.cwd(), *(source.folder for source in sources)]:
-        if folder is not None:
-            _extend_sys_path(folder)
+    """Let modules be imported from the current folder and from the configuration files' folders."""
+    for folder in filter(None, [Path.cwd(), *(source.folder for source in sources)]):
+        _extend_sys_path(folder)
 
 
 def _extend_sys_path(folder: Path) -> None:
@@ -59,22 +59,14 @@ def find_class(
     """
     if name in table:
         return ResolvedClass(table[name], name)
-    if ":" not in name and "." not in name:
-        raise ConfigError(
-            f"{unknown_name_error(_names(bases), name, table)} Or package.module.Class, or file.py:Class."
-        )
-    if name.endswith(".py") and ":" not in name:
-        name += ":"  # a file, whose classes the message lists
-    location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if location.endswith(".py"):
-        file = find_file(location, source)
+    if not re.search("[.:]", name):
+        known = unknown_name_error(_names(bases), name, table)
+        raise ConfigError(f"{known} Or package.module.Class, or file.py:Class.")
+    if match := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
+        file, attribute = find_file(match[1], source), match[2] or ""  # without a class, the message lists them
         module, where = _import_file(file), f"{file}:"
     else:
-        folder = None
-        if ":" in name:  # folder:package.module.Class
-            folder = local_path(location)
-            location, _, attribute = attribute.rpartition(".")
-        module, where, attribute = _from_package(location, attribute, name, folder)
+        module, where, attribute = _from_package(name)
     found = _attribute(module, attribute, bases, where)
     if functions and callable(found) and not isinstance(found, type):
         return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
@@ -98,9 +90,7 @@ def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
     """Return the function itself, unless it says that it returns something else than an object of the `bases`."""
     returned = hints_of(function, function).get("return", Any)
     if isinstance(returned, type) and returned is not Any and not issubclass(returned, bases):
-        raise ConfigError(
-            f"{function.__qualname__} returns {returned.__name__}, which is not derived from {_names(bases)}."
-        )
+        raise ConfigError(f"{function.__qualname__} returns a {returned.__name__}, not a {_names(bases)}.")
     return function
 
 
@@ -122,7 +112,7 @@ def find_file(name: str, source: Source) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    folders = [folder for folder in (source.folder, Path.cwd()) if folder is not None]
+    folders = filter(None, (source.folder, Path.cwd()))
     files = list(dict.fromkeys(Path(os.path.abspath(folder / local_path(name))) for folder in folders))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -132,20 +122,19 @@ def find_file(name: str, source: Source) -> Path:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file under the name by which the other files of its package know it: they share it then, and the worker
+    """Import a file under the name that the other files of its package use: they share it then, and the worker
     processes of a DataLoader find it."""
-    root, parts = file.parent, [file.stem]
+    module = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    root, parts = module.parent, [module.name]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
-    if parts[-1] == "__init__":
-        parts.pop()
     _extend_sys_path(root)
-    top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
+    top = file if len(parts) == 1 else root / parts[0] / "__init__.py"
     return _import(".".join(parts), str(file)) if _origin(parts[0]) == top else _import_under_own_name(file)
 
 
 def _import_under_own_name(file: Path) -> ModuleType:
-    """Import a file whose name is that of an installed module."""
+    """Import a file that is called like an installed module."""
     name = f"_file_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -163,22 +152,21 @@ def _import_under_own_name(file: Path) -> ModuleType:
 
 def _origin(name: str) -> Path | None:
     """Return the file that a module's name stands for; None where there is none."""
-    try:
+    with suppress(ImportError, ValueError):  # __main__ has no spec
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # __main__ has no spec
-        return None
-    return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
+        if spec is not None and spec.origin:
+            return Path(os.path.abspath(spec.origin))
+    return None
 
 
-def _from_package(location: str, attribute: str, name: str, folder: Path | None) -> tuple[ModuleType, str, str]:
+def _from_package(name: str) -> tuple[ModuleType, str, str]:
     """Return a module, the text in front of its attributes' names, and the attribute, which may be `Class.method`."""
-    if folder is not None:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
-            )
+    before, colon, path = name.rpartition(":")  # folder:package.module.Class
+    location, _, attribute = path.rpartition(".")
+    folder = Path(os.path.abspath(local_path(before)))
+    if colon:
         _extend_sys_path(folder)
-    if len(location) > 250 or not all(part.isidentifier() for part in location.split(".")):
+    if not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
     try:
         module = _import(location, name)
@@ -188,7 +176,7 @@ def _from_package(location: str, attribute: str, name: str, folder: Path | None)
             raise
         module, location, attribute = sys.modules[package], package, f"{cls}.{attribute}"
     root = _user_folder(module)
-    if folder is not None and root != Path(os.path.abspath(folder)):
+    if colon and root != folder:
         raise ConfigError(f"{name!r}: {location} is imported from {root} already. Load each project in a new process.")
     return module, f"{root}:{location}." if root is not None else f"{location}.", attribute
 
@@ -197,11 +185,9 @@ def _import(module: str, name: str) -> ModuleType:
     """Import a module for the class that was given as `name`."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # it is missing something else
-            raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
-        raise ConfigError(f"{name!r}: {_not_found(error.name)}") from None
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{name!r}: {_not_found(str(error.name))}") from None
         raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
 
 
@@ -214,14 +200,13 @@ def _not_found(module: str) -> str:
 
 
 def _user_folder(module: ModuleType) -> Path | None:
-    """Return the folder from which a module was imported, when it is not an installed one."""
+    """Return the folder that a module was imported from; None for an installed module."""
     top = sys.modules[module.__name__.partition(".")[0]]
     # Only packages have a path, and Python's built-in modules have no file.
     places = [*getattr(top, "__path__", ()), getattr(top, "__file__", None)]
-    if places[0] is None:
+    if places[0] is None or is_installed(Path(os.path.abspath(places[0]))):
         return None
-    root = Path(os.path.abspath(places[0])).parent
-    return None if is_installed(Path(os.path.abspath(places[0]))) else root
+    return Path(os.path.abspath(places[0])).parent
 
 
 def is_installed(path: Path) -> bool:

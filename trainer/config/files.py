@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ MAX_DIGITS = 100
 
 
 class _TooLargeError(Exception):
-    """A file has more in it than a configuration; the message says what."""
+    """A file contains more than a configuration may."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -101,7 +102,7 @@ TRANSLATED = {
         *("gradient_accumulation_steps", "gradient_clipping", "zero_allow_untested_optimizer"),
     ),
 }
-"""Configurations of other programs that `trainer config` translates, and keys by which they are known."""
+"""Configurations of other programs that `trainer config` translates, with the keys that identify them."""
 OTHER_PROGRAMS = {
     **TRANSLATED,
     "a configuration of Hydra": ("defaults", "hydra", "_target_"),
@@ -116,17 +117,15 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     kind = None if tree is None else other_program(tree)
     if kind is None:
         return tree
-    fix = f"trainer config --from {shlex.quote(name)}" if kind in TRANSLATED else f"trainer migrate {shlex.quote(name)}"
-    if "Hydra" in kind:
-        fix += " (for hydra.utils.instantiate: fit reads the keys module, data and trainer)"
-    findings.add(Source(name), f"this is {kind}, not one of ours. Translate it with: {fix}")
+    command = "trainer config --from" if kind in TRANSLATED else "trainer migrate"
+    findings.add(Source(name), f"this is {kind}. Translate it with: {command} {shlex.quote(name)}")
     return None
 
 
 def other_program(tree: Node) -> str | None:
     """Return the key of OTHER_PROGRAMS for a file that was written for one of them, else None."""
-    names = set(tree.value) if isinstance(tree.value, dict) else set()
-    if names & {"module", "allow_changes"} or (names & {"data", "trainer", "ckpt_path"} and not names & {"model"}):
+    names = {*entries(tree)}
+    if names & {"module", "allow_changes"} or (names & {"data", "trainer", "ckpt_path"} and "model" not in names):
         return None
     return next((kind for kind, known in OTHER_PROGRAMS.items() if names & set(known)), None)
 
@@ -143,8 +142,7 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         findings.add(source, _why_no_file(path))
         return None
     if kind is None:
-        kinds = ", ".join(KINDS)
-        findings.add(source, f"cannot tell what kind of file this is from {path.suffix!r}; allowed: {kinds}.")
+        findings.add(source, f"a configuration cannot end in {path.suffix!r}; allowed: {', '.join(KINDS)}.")
         return None
     try:
         with open(path, "rb") as file:
@@ -183,8 +181,7 @@ def read_value(text: str, option: str) -> Node:
         tree = Node(text, COMMAND_LINE)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if isinstance(tree.value, str) and not quoted:
+    if isinstance(tree.value, str) and not re.fullmatch(r"""(['"]).*\1""", text, re.DOTALL):
         tree.value = text  # with what YAML takes for a comment, and with the spaces around it
     tree.text = text
     return tree
@@ -208,10 +205,9 @@ def _read_yaml(text: str, source: Source, findings: Diagnostics) -> Node | None:
         findings.add(source.at(line), f"not valid YAML: {error.reason}.")
         return None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark: Any = error.problem_mark
         reason = " ".join(filter(None, (error.context, error.problem)))
-        column = f" (column {mark.column + 1})" if mark is not None else ""
-        findings.add(source if mark is None else source.at(mark.line + 1), f"not valid YAML: {reason}{column}.")
+        findings.add(source.at(mark.line + 1), f"not valid YAML: {reason} (column {mark.column + 1}).")
         return None
     return tree if len(findings.problems) == before else None
 
@@ -247,9 +243,7 @@ class _YamlReader:
             return Node(None, source)
         self.values += 1
         if self.values > MAX_VALUES:
-            raise _TooLargeError(
-                f"it has more than {MAX_VALUES} values, with each alias (*) counted as what it stands for"
-            )
+            raise _TooLargeError(f"it has more than {MAX_VALUES} values, including those that each alias (*) repeats")
         if len(self.open) > MAX_DEPTH:
             raise RecursionError
         self.open.append(node)
@@ -268,20 +262,19 @@ class _YamlReader:
 
     def mapping(self, node: Any) -> dict[Any, Node]:
         lines: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if isinstance(key_node, yaml.ScalarNode) and key in lines:
-                at = "" if self.source is COMMAND_LINE else f", at lines {lines[key]} and {line}"
-                self.findings.add(self.source.at(line), f"key {key!r} is given twice{at}. Keep one.")
-            if isinstance(key_node, yaml.ScalarNode):
-                lines[key] = line
+        for one in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            line = one.start_mark.line + 1
+            if one.value in lines:
+                first = f"first in line {lines[one.value]}"
+                self.findings.add(self.source.at(line), f"key {one.value!r} is given twice, {first}. Keep one.")
+            lines[one.value] = line
         self.loader.flatten_mapping(node)  # `<<: *defaults`
         children: dict[Any, Node] = {}
         for key_node, value_node in node.value:
             source = self.source.at(key_node.start_mark.line + 1)
             if isinstance(key_node, yaml.ScalarNode):
                 children[self.scalar(key_node, source)] = self.node(value_node, key_node)
-                if value_node.tag == f"{TAG}null" and value_node.value == "":
+                if (value_node.tag, value_node.value) == (f"{TAG}null", ""):
                     self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
             else:
                 self.findings.add(source, "a key must be a name, not a list or mapping.")
@@ -290,7 +283,7 @@ class _YamlReader:
     def scalar(self, node: Any, source: Source) -> Any:
         text: str = node.value
         kind = node.tag.removeprefix(TAG)
-        if kind in ("str", "merge"):  # a character that JSON escapes in two parts, of which PyYAML makes two
+        if kind in ("str", "merge"):  # JSON escapes some characters in two parts, and PyYAML reads two characters
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if kind not in SCALARS or not SCALARS[kind][0].match(text):
             self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
@@ -322,12 +315,10 @@ _TO_PYTHON: dict[str, Callable[[str], Any]] = {
 
 def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
     try:
-        json.loads(text if text.strip() else "null", parse_int=str)
+        with suppress(RecursionError):  # which the YAML parser reports
+            json.loads(text, parse_int=str)
     except json.JSONDecodeError as error:
         findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
-        return None
-    except RecursionError as error:
-        findings.add(source, _too_large(error))
         return None
     # JSON is YAML but for tabs; the YAML parser knows the lines.
     return _read_yaml(text.replace("\t", " "), source, findings)
@@ -343,10 +334,9 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
     try:
         return as_node(tomllib.loads(text), source)
     except tomllib.TOMLDecodeError as error:
-        position = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
-        reason = str(error).replace(position[0], f" (column {position[2]})") if position else str(error)
+        position = re.search(r"at line (\d+)", str(error))
         line = int(position[1]) if position else text.count("\n") + 1
-        findings.add(source.at(line), f"not valid TOML: {reason}.")
+        findings.add(source.at(line), f"not valid TOML: {error}.")
     except (_TooLargeError, RecursionError) as error:
         findings.add(source, _too_large(error))
     except ValueError:  # Python converts no more digits than sys.get_int_max_str_digits()

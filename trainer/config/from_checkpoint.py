@@ -1,4 +1,4 @@
-"""Give the module of a configuration the hyperparameters of the checkpoint with which it is evaluated."""
+"""Give the module of a configuration the hyperparameters of the checkpoint to evaluate."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def take_hyperparameters(configuration: Recipe) -> list[str]:
             raise ConfigError(str(error)) from None
         return []  # no checkpoint, or one of another module, which is said where its weights are loaded
     module.from_checkpoint = True
-    for name, value in arguments.items():
-        node = module.nodes.get(name)
-        if node is not None and node.append is not None:
-            words = f"module.{name}+= adds nothing to the checkpoint's list: type the whole one, --module.{name}."
+    given = {name: node for name, node in module.nodes.items() if name in arguments}
+    for name, node in given.items():
+        if node.append:
+            words = f"module.{name}+= adds nothing to the checkpoint's list. Give the whole list: --module.{name}."
             raise ConfigError(str(Problem(node.source, words)))
-        if node is not None and _typed(node):
-            continue
-        if node is not None:
-            lines += _replaced(name, node.source, module.arguments[name], value)
-        module.arguments[name] = value
+        if _typed(node):
+            del arguments[name]
+        else:
+            lines += _replaced(name, node.source, module.arguments[name], arguments[name])
+    module.arguments |= arguments
     if missing := missing_arguments(module.cls, module.arguments):
         words = f"{needs_arguments(module.cls, ('module',), missing)} The checkpoint has no such hyperparameter."
         raise ConfigError(str(Problem(module.source, words)))
@@ -63,7 +63,7 @@ def _kept_arguments(configuration: Recipe, lines: list[str]) -> dict[str, Any]:
     kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
     stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
     inside = kept.get("arguments", {}).get("module")
-    for name in (name for name in own_and_inside(stored, inside)[0] if name in (kinds or {})):
+    for name in sorted({*own_and_inside(stored, inside)[0]} & {*(kinds or ())}):
         try:
             as_given(stored[name], kinds[name], cls, name)
         except CheckpointError as error:
@@ -78,10 +78,8 @@ def _replaced(name: str, source: Source, given: Any, value: Any) -> list[str]:
         given = given.build()
     if given == value or plain(given, "/") == plain(value, "/"):
         return []
-    return [
-        f"module.{name} is {value!r}, as in the checkpoint, and not {given!r}, as at {source}: to have that, type "
-        f"--module.{name}"
-    ]
+    values = f"{value!r}, as in the checkpoint, and not {given!r}, as at {source}"
+    return [f"module.{name} is {values}: to have that, type --module.{name}"]
 
 
 def _typed(node: Node) -> bool:

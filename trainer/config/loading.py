@@ -62,7 +62,7 @@ class Recipe:
             self.trainer["callbacks"] = [*callbacks, ClassSpec(cls, {}, COMMAND_LINE, cls.__name__)]
 
     def work_in(self, run: Path, command: str) -> None:
-        """Work in the directory of a run: "last" and "best" are its own; `fit` goes on from its last one in place."""
+        """Work in the directory of a run: "last" and "best" are its own; `fit` continues its last one in place."""
         self.run_dir = run
         if (command, self.ckpt_path) != ("fit", "last"):
             self.take_checkpoint(run)
@@ -149,7 +149,7 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
         ConfigError: lists all problems, each with file and line.
     """
     given, checker = entries(tree), Checker(findings)
-    checker.has_checkpoint = command != "fit" and "ckpt_path" in given and given["ckpt_path"].value is not None
+    checker.has_checkpoint = command != "fit" and tree.plain().get("ckpt_path") is not None
     trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
     optimizer = scheduler = None
     if module not in (None, INVALID):
@@ -162,18 +162,17 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
     name = checker.text(given.get("name"), "name")
     findings.report()
     assert module is not None
-    ckpt_path, weights = (None if key not in given else given[key].plain() for key in ("ckpt_path", "weights"))
-    sources = sources_of(given.get("trainer"))
-    resolved = escaped(_resolved(tree))
+    sources, plain = sources_of(given.get("trainer")), tree.plain()
+    resolved = escaped(_resolved(plain))
     return Recipe(
         trainer,
         module,
         data,
         optimizer,
         scheduler,
-        ckpt_path,
+        plain.get("ckpt_path"),
         allow_changes,
-        weights,
+        plain.get("weights"),
         name,
         to_yaml(resolved),
         to_yaml({key: value for key, value in resolved.items() if key != "ckpt_path" or value not in POINTERS}),
@@ -182,21 +181,19 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
     )
 
 
-def _resolved(tree: Node) -> dict[str, Any]:
-    """Return the checked tree as plain data. A class without arguments is given by its name alone; default_root_dir is
-    always there, because its meaning depends on where the command was typed."""
-    data = tree.plain()
+def _resolved(data: dict[str, Any]) -> dict[str, Any]:
+    """Return checked data with classes without arguments as names, and always with default_root_dir, whose meaning
+    depends on where the command was typed."""
     resolved = {key: _single_name(data[key]) for key in KEYS if key in data and key != "vars"}
     trainer = resolved["trainer"] = resolved.get("trainer") or {}
-    for name in ("strategy", "callbacks", "logger"):
-        if isinstance(trainer.get(name), list):
-            trainer[name] = [_single_name(item) for item in trainer[name]]
-        elif name in trainer:
-            trainer[name] = _single_name(trainer[name])
+    for name in trainer.keys() & {"strategy", "callbacks", "logger"}:
+        trainer[name] = _single_name(trainer[name])
     root = local_path(trainer.get("default_root_dir", Settings.default_root_dir))
     trainer["default_root_dir"] = str(root.absolute())
     return resolved
 
 
 def _single_name(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_single_name(item) for item in value]
     return value["class_path"] if isinstance(value, dict) and list(value) == ["class_path"] else value

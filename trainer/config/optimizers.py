@@ -31,11 +31,7 @@ def _require_monitor(scheduler: ClassSpec) -> None:
     """Raise a ConfigError for a scheduler that needs the value of a metric, and is given the name of none."""
     if scheduler.cls is not ReduceLROnPlateau or scheduler.arguments.get("monitor") is not None:
         return
-    kind = scheduler.cls.__name__
-    words = (
-        f"lr_scheduler: {kind} needs the name of a logged value. Write lr_scheduler: {{class_path: {kind}, monitor: "
-        "val_loss}, or --lr_scheduler.monitor val_loss."
-    )
+    words = "lr_scheduler: ReduceLROnPlateau needs the name of a logged value: --lr_scheduler.monitor val_loss."
     raise ConfigError(str(Problem(scheduler.source, words)))
 
 

@@ -39,9 +39,8 @@ def strategy_classes() -> dict[str, str]:
 def _strategies() -> dict[str, tuple[str, str]]:
     found = {}
     for kind, module in _exported("strategies").items():
-        match = re.search(STRATEGY.format(kind), _source(module), re.MULTILINE | re.DOTALL)
-        if match is not None:
-            found[kind] = match[2], " ".join(match[1].split())
+        words, name = re.findall(STRATEGY.format(kind), _source(module), re.MULTILINE | re.DOTALL)[0]
+        found[kind] = name, " ".join(words.split())
     return found
 
 
@@ -60,7 +59,7 @@ def callbacks(base: str) -> list[str]:
 
 
 def _exported(package: str) -> dict[str, str]:
-    """Return the names of its own modules that a package exports, and these modules."""
+    """Return the names that a package exports from its own modules, with these modules."""
     found = re.findall(IMPORT.format(package), _source(f"trainer.{package}"), re.MULTILINE)
     return {name: module for module, name in found}
 
@@ -79,7 +78,7 @@ def schedulers() -> list[str]:
 
 
 def _torch_text(*parts: str) -> str:
-    """Return the text of a file of torch; empty where torch cannot be found, of which others report."""
+    """Return the text of a file of torch; empty where torch is not installed, which others report."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

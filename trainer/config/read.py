@@ -38,9 +38,10 @@ def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: 
     tree = merged(files, overrides, findings)
     tree = with_references(tree, findings, [name for name, _ in overrides])
     given = entries(tree)
-    if ("module" not in given or given["module"].value is None) and not findings.problems:
+    module = given.get("module", Node(None, tree.source))
+    if module.value is None and not findings.problems:
         words = "Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME."
-        findings.add(given.get("module", tree).source, f"there is no module. {words}")
+        findings.add(module.source, f"there is no module. {words}")
     if given.get("lr_scheduler") and "optimizer" not in given:
         words = "lr_scheduler: there is no optimizer in the configuration. Add optimizer: AdamW."
         findings.add(given["lr_scheduler"].source, words)
@@ -49,7 +50,7 @@ def read(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: 
 
 
 def merged(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: Diagnostics) -> Node:
-    """Return the configuration in canonical form, with its references as they were written.
+    """Return the configuration in canonical form, with its references unchanged.
 
     Raises:
         ConfigError: lists all problems, if a file cannot be read.
@@ -71,7 +72,7 @@ def merged(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings
 def _check_names(tree: Node, findings: Diagnostics) -> None:
     """Check the names of a configuration's keys, and of the trainer's arguments."""
     given = entries(tree)
-    for key in [key for key in given if key not in KEYS]:
+    for key in sorted(given.keys() - {*KEYS}, key=str):
         close = did_you_mean(str(key), KEYS, OTHER_KEYS)
         hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else close
         words = f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}."

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from trainer.config.files import read_value
@@ -14,15 +15,15 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, childre
 from trainer.errors import did_you_mean
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
-"""`${name}`, in which another one may stand; a second `$` before it makes it plain text."""
+"""`${name}`, which may contain another one; a second `$` before it makes it plain text."""
 ENVIRONMENT = ("env:", "oc.env:")
 
 
 def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()) -> Node:
     """Return a configuration of canonical form without references; those that lead nowhere are problems.
 
-    So are `typed` names below `vars` to which nothing refers: they would change nothing.
-    A value that is one reference has the type of what it refers to. Within a text, the values are as they were written.
+    So are `typed` names below `vars` that nothing refers to: they would change nothing.
+    A value that is one reference has the type of its target. Within a text, the target's own text is inserted.
     `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set. References to
     attributes of the data, which are not known before there is the object, stay as `OfData`.
     """
@@ -36,7 +37,7 @@ def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()
 
 
 def escaped(value: Any) -> Any:
-    """Return plain data in which no text is a reference, for a file that is read again."""
+    """Return plain data with its references escaped, for a file that is read again."""
     if isinstance(value, dict):
         return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -62,12 +63,11 @@ class _Resolver:
             return node
         only = REFERENCE.fullmatch(node.value)
         if only is not None and not only[1]:
-            found = self.look_up(only[2], node)
-            return Node(None, node.source) if found is None else replace(found, source=node.source)
+            return replace(self.look_up(only[2], node), source=node.source)
         return Node(REFERENCE.sub(lambda match: self.as_text(match, node), node.value), node.source)
 
     def text_of(self, node: Node) -> str | None:
-        """Return a list or mapping as it was typed, with its references replaced."""
+        """Return the text of a list or mapping with its references replaced."""
         return node.text and REFERENCE.sub(lambda match: self.as_text(match, node), node.text)
 
     def as_text(self, match: re.Match[str], node: Node) -> str:
@@ -75,25 +75,23 @@ class _Resolver:
         if match[1]:
             return match[0].removeprefix("$")
         found = self.look_up(match[2], node)
-        if found is not None and found.text is not None:
+        if found.text is not None:
             return found.text
-        if found is not None and isinstance(found.value, OfData) and isinstance(node.value, list):
+        if isinstance(found.value, OfData) and isinstance(node.value, list):
             return found.value
-        if found is not None and isinstance(found.value, (dict, list, OfData)):
+        if isinstance(found.value, (dict, list, OfData)):
             self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
-        value = None if found is None else found.value
-        return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+        return json.dumps(found.value) if isinstance(found.value, (bool, NoneType)) else str(found.value)
 
-    def look_up(self, name: str, node: Node) -> Node | None:
-        """Return what a name refers to, itself without references; None, and a problem, where there is nothing."""
+    def look_up(self, name: str, node: Node) -> Node:
+        """Return the value of a name, without references; for an unknown name a problem, and null."""
         name = REFERENCE.sub(lambda match: self.as_text(match, node), name)
         self.used.add(name)
         if name.startswith(ENVIRONMENT):
             return self.variable(name.partition(":")[2], node)
         if name in self.open:
             circle = " -> ".join([*self.open[self.open.index(name) :], name])
-            self.findings.add(node.source, f"${{{name}}} refers to itself: {circle}.")
-            return None
+            return self.without_value(node, f"${{{name}}} refers to itself: {circle}.")
         found, names = self.tree, name.split(".")
         for number, part in enumerate(names):
             children = _children(found)
@@ -106,26 +104,27 @@ class _Resolver:
         finally:
             self.open.pop()
 
-    def not_written(self, name: str, found: Node, number: int, node: Node) -> Node | None:
-        """Return an attribute of the data's object; for any other name None, and a problem."""
+    def without_value(self, node: Node, problem: str) -> Node:
+        """Report a problem with a reference, and return null for it."""
+        self.findings.add(node.source, problem)
+        return Node(None, node.source)
+
+    def not_written(self, name: str, found: Node, number: int, node: Node) -> Node:
+        """Return an attribute of the data's object; for any other name a problem, and null."""
         names = name.split(".")
         if names[0] == "data" and "class_path" in entries(entries(self.tree).get("data")):
             return Node(OfData(f"${{{name}}}"), node.source)
         before = dotted(tuple(names[:number])) or "the configuration"
         close = did_you_mean(names[number], _children(found))
-        fix = "A reference takes values of the configuration, and attributes of the data."
-        words = f"${{{name}}}: {before} is given no {names[number]!r} there.{close} {fix}"
-        self.findings.add(node.source, words)
-        return None
+        return self.without_value(node, f"${{{name}}}: {before} has no value {names[number]!r}.{close}")
 
-    def variable(self, text: str, node: Node) -> Node | None:
+    def variable(self, text: str, node: Node) -> Node:
         """Return an environment variable, read as YAML."""
         name, comma, default = (part.strip() for part in text.partition(","))
         value = os.environ.get(name, default if comma else None)
         if value is None:
             fix = f"Set it, or give a default: ${{env:{name},VALUE}}."
-            self.findings.add(node.source, f"${{env:{name}}}: the environment variable {name} is not set. {fix}")
-            return None
+            return self.without_value(node, f"the environment variable {name} is not set. {fix}")
         return read_value(value, f"${{env:{name}}}")
 
 

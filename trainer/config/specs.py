@@ -11,12 +11,7 @@ from typing import Any
 from trainer.arguments import with_python_numbers
 from trainer.config.classes import one_line_error
 from trainer.config.tree import Node, OfData, Problem, Source, children_of, named_source
-from trainer.config.types import (
-    TypeMismatchError,
-    allowed,
-    constructor_parameters,
-    validate,
-)
+from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
 from trainer.errors import ConfigError, TrainerError
 from trainer.hyperparameters import construct
 
@@ -33,11 +28,11 @@ class ClassSpec:
     source: Source
     path: str
     nodes: dict[str, Node] = field(default_factory=dict)
-    """Each argument as it was given."""
+    """The node of each argument."""
     provided: Sequence[str] = ()
     """Arguments that no file can hold, such as an optimizer's parameters."""
     bases: tuple[type, ...] = (object,)
-    """The classes of one of which the object has to be."""
+    """The object has to be an instance of one of these classes."""
     is_factory: bool = False
     """True where a function that makes such objects is wanted."""
     complete: Callable[..., None] | None = None
@@ -79,7 +74,7 @@ class ClassSpec:
 
 @dataclass
 class ValueOfData:
-    """A value that is, or in which are, attributes of the data module's object."""
+    """A value that refers to attributes of the data module's object."""
 
     node: Node
     annotation: Any

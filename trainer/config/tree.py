@@ -1,4 +1,4 @@
-"""A configuration as a tree in which every value knows its source, and the merging of such trees."""
+"""Represent a configuration as a tree whose values know their sources, and merge such trees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = (
     "name",
     "vars",
 )
-"""The keys of a configuration; "name" is that of the run, and "vars" has values for references."""
+"""The keys of a configuration; "name" is the run's name, and "vars" has values for references."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Source:
     """The file's folder; None for the command line."""
 
     def at(self, line: int) -> Source:
-        """Return the source of a line. The command line has none."""
+        """Return the source of a line. The command line has no lines."""
         return self if self.folder is None else replace(self, line=line)
 
     def __str__(self) -> str:
@@ -64,11 +64,11 @@ class Node:
     value: Scalar | dict[Any, Node] | list[Node]
     source: Source
     text: str | None = None
-    """A value as it was written (0042 for 42), for where a text is wanted: on the command line, and numbers of YAML."""
+    """The text of a value of the command line, or of a number of YAML (0042 for 42), for where a text is wanted."""
     unreadable: str | None = None
     """The problem with a value of the command line that is not valid YAML; none where a text is wanted."""
-    append: int | None = None
-    """The number of last elements of this list that are added to a list below: `--trainer.callbacks+=NAME`."""
+    append: bool = False
+    """True for a list that is added to the list below: `--trainer.callbacks+=NAME`."""
     named: Node | None = None
     """The text below this mapping: if a class is wanted here, the text names it, and these are its arguments."""
 
@@ -101,22 +101,17 @@ class Diagnostics:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """The files in the order in which they were read."""
-    added: set[Problem] = field(default_factory=set)
-    """The problems again, to be found quickly: a list of a file may have thousands of wrong elements."""
+    """The files in the order of reading."""
 
     def add(self, source: Source | None, message: str, cause: Exception | None = None) -> None:
-        """Add a problem, once."""
-        problem = Problem(source, message, cause)
-        if problem not in self.added:
-            self.added.add(problem)
-            self.problems.append(problem)
+        """Add a problem."""
+        self.problems.append(Problem(source, message, cause))
 
     def report(self) -> None:
-        """Raise all problems as one error, if there are any.
+        """Raise all problems, each once, as one error, if there are any.
 
         Raises:
-            ConfigError: lists all problems: those of the command line, then file by file, from top to bottom.
+            ConfigError: lists all problems: first the command line's, then file by file, from top to bottom.
         """
 
         def position(problem: Problem) -> tuple[int, int]:
@@ -124,14 +119,14 @@ class Diagnostics:
             file = self.files.index(source.name) if source.name in self.files else -1
             return file, source.line or 0
 
-        found = sorted(self.problems, key=position)
+        found = sorted(dict.fromkeys(self.problems), key=position)
         causes = [problem.cause for problem in found if problem.cause is not None]
         cause = ExceptionGroup("the causes", causes) if len(causes) > 1 else next(iter(causes), None)
         raise_problems([*map(str, found)], "the configuration", cause)
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path as it is written on the command line: `trainer.callbacks.0.patience`."""
+    """Return a path in the form of the command line: `trainer.callbacks.0.patience`."""
     return ".".join(str(part) for part in path)
 
 
@@ -139,19 +134,19 @@ def dotted(path: KeyPath) -> str:
 # In some places a class is chosen. Whatever short form was written there becomes {class_path: ..., init_args: {...}}.
 
 
-CLASS_ROOTS = ("module", "data", "optimizer", "lr_scheduler")
+CLASS_ROOTS = {"module", "data", "optimizer", "lr_scheduler"}
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
 def is_index(key: Any) -> bool:
     """Whether a key is a position in a list: 0, "0", 1, ..."""
-    return (type(key) is int and key >= 0) or (isinstance(key, str) and whole_number(key) is not None)
+    return whole_number(str(key)) is not None
 
 
 def canonical(node: Node, findings: Diagnostics) -> Node:
     """Return a configuration with every choice of class in its long form."""
     given = dict(entries(node))
-    for key in (key for key in CLASS_ROOTS if key in given):
+    for key in CLASS_ROOTS & given.keys():
         given[key] = canonical_class(given[key], (key,), findings)
     if "trainer" in given:
         given["trainer"] = _canonical_trainer(given["trainer"], findings)
@@ -188,7 +183,7 @@ def is_numbered(node: Node) -> bool:
 
 
 def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
-    """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others as they are."""
+    """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others unchanged."""
     if isinstance(node.value, str):
         return Node({"class_path": node}, node.source)
     if not isinstance(node.value, dict):
@@ -199,7 +194,7 @@ def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
         where = dotted((*path, "init_args"))
         findings.add(nested.source, f"{where}: given {repr_value(nested)}, allowed: arguments by name.")
     arguments = dict(entries(nested))
-    for key in (key for key in given if key in arguments):
+    for key in sorted(given.keys() & arguments.keys(), key=str):
         there = f"here, and under init_args at {arguments[key].source}"
         findings.add(given[key].source, f"{dotted((*path, key))} is given twice: {there}. Keep one.")
     arguments.update(given)
@@ -248,7 +243,7 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
-    if above.append is not None:
+    if above.append:
         return _with_appended(below, above)
     if is_numbered(above) and (isinstance(below.value, list) or path in LISTS_OF_CLASSES):
         return _merge_elements(below, above, findings, path)
@@ -264,10 +259,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     if not _other_class(below, above):
         return _merge_entries(below, above, findings, path)
     if "init_args" in old:
-        findings.notes.append(
-            f"{above.source}: {dotted(path)} is now {new['class_path'].value}; the arguments given to "
-            f"{old['class_path'].value} at {below.source} are left out."
-        )
+        without = f"without the arguments given to {old['class_path'].value} at {below.source}"
+        findings.notes.append(f"{above.source}: {dotted(path)} is now {new['class_path'].value}, {without}.")
     return above
 
 
@@ -279,37 +272,33 @@ def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPat
         inside = path if key == "init_args" else (*path, key)
         if child.value is None and entries(merged.get(known)):
             _report_empty_section(merged[known], child, findings, (*path, key))
-        nothing = Node({} if isinstance(child.value, dict) else None, child.source)
-        merged[known] = merge(merged.get(known, nothing), child, findings, inside)
+        merged[known] = merge(merged.get(known, Node({}, child.source)), child, findings, inside)
     source = above.source if "class_path" in entries(above) else below.source
     return Node(merged, source, None if entries(below) else above.text, named=below.named)
 
 
 def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Report a null over arguments: a section of which only the name is left would replace all settings by defaults."""
+    """Report a null over arguments: an empty section would replace all settings by defaults."""
     if path in (("trainer",), ("module",)):
-        words = f"{dotted(path)} is empty, and stands over what is given at {below.source}. Remove it, or fill it."
-        findings.add(above.source, words)
+        findings.add(above.source, f"{dotted(path)} is empty, and replaces the values at {below.source}. Remove it.")
     else:
-        findings.notes.append(f"{above.source}: {dotted(path)} is null; what is given at {below.source} is left out.")
+        findings.notes.append(f"{above.source}: {dotted(path)} is null, and replaces the values at {below.source}.")
 
 
 def appended(node: Node) -> Node:
     """Return a list, or a single value, as a node that is added to the list below it."""
     items = node.value if isinstance(node.value, list) else [node]
-    return Node(items, node.source, append=len(items))
+    return Node(items, node.source, append=True)
 
 
 def _with_appended(below: Node, above: Node) -> Node:
     """Return the elements of both; a single value below is the first element."""
     assert isinstance(above.value, list)
-    number: int | None = (below.append or 0) + len(above.value)
     if isinstance(below.value, list):
-        if below.source == COMMAND_LINE and below.append is None:  # the whole list was typed
-            number = None
-        return Node([*below.value, *above.value], below.source, append=number)
+        was_typed = below.source == COMMAND_LINE and not below.append  # as a whole
+        return Node([*below.value, *above.value], below.source, append=not was_typed)
     nothing = below.value is None or below.value == {} or below.value is True
-    return Node(above.value if nothing else [below, *above.value], above.source, append=number)
+    return Node(above.value if nothing else [below, *above.value], above.source, append=True)
 
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
@@ -318,10 +307,7 @@ def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPat
         return
     fix = f"To keep it and add to it, write --{dotted(path)}+=NAME, or put all of them into one file."
     classes = ", ".join(str(item["class_path"]) for item in below.plain())
-    findings.notes.append(
-        f"{above.source}: {dotted(path)} takes the place of the list at {below.source} ({classes}), which is left out. "
-        f"{fix}"
-    )
+    findings.notes.append(f"{above.source}: {dotted(path)} replaces the list at {below.source} ({classes}). {fix}")
 
 
 def _other_class(below: Node, above: Node) -> bool:

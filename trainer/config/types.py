@@ -14,16 +14,7 @@ from functools import cache
 from os import PathLike
 from pathlib import PurePath
 from types import NoneType
-from typing import (
-    Any,
-    Literal,
-    Never,
-    Optional,
-    Protocol,
-    get_args,
-    get_origin,
-    is_typeddict,
-)
+from typing import Any, Literal, Never, Optional, Protocol, get_args, get_origin, is_typeddict
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
@@ -55,7 +46,7 @@ class Parameters:
 
 
 class TypeMismatchError(Exception):
-    """A value does not fit; `path` leads to the part of it that does not, and `reason` is pydantic's, if it has one."""
+    """A value does not fit; `path` leads to the wrong part, and `reason`, in brackets, may be pydantic's."""
 
     def __init__(self, path: tuple[str | int, ...] = (), reason: str = "") -> None:
         super().__init__(path)
@@ -65,7 +56,7 @@ class TypeMismatchError(Exception):
 def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
     """Return the arguments that a class, or a function, takes by name.
 
-    Where a constructor takes `**kwargs`, those of the next constructor are among them, and none of these is asked for:
+    With `**kwargs`, the arguments of the next constructor are included, and none of these is required:
     its default is `...` if it has none, since the constructor may give it.
     """
     of: Any = made_by
@@ -120,7 +111,7 @@ class Forms:
 
 
 def forms_of(annotation: Any) -> Forms:
-    """Return the forms in which a file writes the values of an annotation."""
+    """Return the forms that a file may use for the values of an annotation."""
     found = Forms()
     for option in options_of(annotation):
         kind, arguments = get_origin(option) or option, get_args(option)
@@ -144,7 +135,7 @@ def forms_of(annotation: Any) -> Forms:
 
 
 def is_protocol(cls: Any) -> bool:
-    """Whether a class is a protocol, of which objects need not be derived."""
+    """Whether a class is a protocol, which objects need not be derived from."""
     return isinstance(cls, type) and Protocol in cls.__bases__
 
 
@@ -154,7 +145,7 @@ def makes_callables(cls: type) -> bool:
 
 
 def _is_enum(option: Any) -> bool:
-    return isinstance(option, type) and get_origin(option) is None and issubclass(option, enum.Enum)
+    return isinstance(option, type) and issubclass(option, enum.Enum)
 
 
 def is_structured(cls: Any) -> bool:
@@ -164,16 +155,13 @@ def is_structured(cls: Any) -> bool:
 
 @cache
 def is_object(cls: type) -> bool:
-    """Whether a file cannot hold values of a class as they are, as it does numbers, text, paths, enums..."""
-    if is_structured(cls):
-        return True
-    if get_origin(cls) is not None or issubclass(cls, enum.Enum) or is_typeddict(cls):
-        return False
-    try:
+    """Whether a file cannot hold values of a class directly, as it holds numbers, text, paths, enums..."""
+    if is_structured(cls) or is_typeddict(cls):
+        return is_structured(cls)
+    with suppress(*NO_ADAPTER):
         TypeAdapter(cls)
-    except NO_ADAPTER:
-        return True
-    return False
+        return False
+    return True
 
 
 @cache
@@ -203,12 +191,12 @@ def validate(value: Any, annotation: Any) -> Any:
         return adapter.validate_python(value, strict=True)
     except ValidationError:
         pass
-    try:  # what JSON has no type for (tuples, paths, enums) may be written as a list or text
+    try:  # tuples, paths, enums, which JSON lacks, may be written as a list or text
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         known = first["type"].endswith(("_type", "_parsing", "literal_error", "enum", "_of", "needs_python_object"))
-        raise TypeMismatchError(first["loc"], "" if known else first["msg"]) from None
+        raise TypeMismatchError(first["loc"], "" if known else f" ({first['msg']})") from None
 
 
 def _without_adapter(value: Any, annotation: Any) -> Any:
@@ -273,7 +261,7 @@ def allowed(annotation: Any) -> str:
 
 
 def _describe_object(option: Any) -> str:
-    if not isinstance(option, type) or get_origin(option) is not None:
+    if not isinstance(option, type):
         return str(option).replace("typing.", "")
     if option.__module__ == "torch" and option.__name__ in ("dtype", "device"):
         return f"the name of a torch.{option.__name__}"

@@ -10,7 +10,7 @@ from trainer.names.aliases import Alias
 
 
 class Answers:
-    """Base of classes that Lightning or Accelerate has, too: a name that only theirs has is answered in words.
+    """Base of classes that Lightning or Accelerate also has: the error for a name of theirs says what to use.
 
     `dir` shows none of these names. A name without words fails as it does with any other object.
     """
@@ -44,11 +44,8 @@ def refuse_to_set(owner: object, name: str) -> None:
     kind = type(owner)
     found = getattr_static(kind, name, refuse_to_set)
     if isinstance(found, Alias):
-        reason = (
-            f"give {kind.__name__}({name}=...)"
-            if found.path.startswith("settings.")
-            else f"it is the same as {found.path}"
-        )
+        is_argument = found.path.startswith("settings.")
+        reason = f"give {kind.__name__}({name}=...)" if is_argument else f"it is the same as {found.path}"
     elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
         is_argument = name in signature(kind.__init__).parameters
         reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"
@@ -60,7 +57,7 @@ def refuse_to_set(owner: object, name: str) -> None:
 
 
 def member_words(kind: type, names: Iterable[str]) -> dict[str, str]:
-    """Return what to use instead of members of a class's namesake that are not here, for those of the names."""
+    """Return what to use instead of members that only a class's namesake has, for the given names."""
     if not (wanted := [*names]):
         return {}
     from trainer.compat import answers
@@ -69,7 +66,7 @@ def member_words(kind: type, names: Iterable[str]) -> dict[str, str]:
 
 
 def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
-    """Return what to use instead of others' names, for those of the names that a table has.
+    """Return what to use instead of others' names, for the given names that a table has.
 
     Args:
         table: "precision", "strategy", "hook", or "Trainer()" and the like: arguments of this class's constructor.
@@ -90,7 +87,7 @@ def is_default(kind: str, name: object, value: object) -> bool:
 
 
 def further_arguments(kind: str) -> list[str]:
-    """Return the arguments that the constructor of Lightning's class takes by position after those of ours."""
+    """Return the positional arguments that the constructor of Lightning's class takes after ours."""
     from trainer.compat.names import FURTHER_ARGUMENTS, THEIRS
 
     return FURTHER_ARGUMENTS.get(THEIRS.get(kind, kind), "").split()

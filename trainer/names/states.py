@@ -26,7 +26,7 @@ class TextEnum(StrEnum):
 
 
 class TrainerStatus(TextEnum):
-    """The end of the newest run, or that it goes on."""
+    """Whether the newest run is running, and else how it ended."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"

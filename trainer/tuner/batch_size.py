@@ -87,7 +87,7 @@ class Stopwatch(Callback):
 class AgreedStopwatch(Stopwatch):
     """A stopwatch on several processes, of a trial with accumulate_grad_batches="auto", which splits what does not fit.
 
-    Each process has tried its batch by itself, and all have agreed, when the first hook of the training is called; so
+    Each process has tried its batch alone, and all have agreed, when the first hook of the training is called; so
     no process runs out of memory while the others wait for its gradients.
     """
 
@@ -110,7 +110,7 @@ class AgreedStopwatch(Stopwatch):
             trainer.stop("the batch does not fit into the memory of every process")
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        """Take the time of the slowest process, with which all choose alike. Collective."""
+        """Take the time of the slowest process, so that all choose alike. Collective."""
         self.seconds = max(trainer.strategy.processes.all_gather_object(self.seconds))
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
@@ -133,12 +133,7 @@ class NoSuchBatchError(Exception):
 
 
 def search(
-    attempt: Callable[[int], float],
-    mode: str,
-    init_val: int,
-    max_trials: int,
-    max_val: int,
-    margin: float,
+    attempt: Callable[[int], float], mode: str, init_val: int, max_trials: int, max_val: int, margin: float
 ) -> BatchSizes:
     """Find the largest size for which `attempt`, which returns samples per second, does not run out of memory.
 
@@ -183,13 +178,13 @@ def release_memory() -> None:
 def check_search(
     method: str, mode: str, steps_per_trial: int, init_val: int, max_trials: int, max_val: int, margin: float
 ) -> None:
-    """Raise a ConfigError for arguments with which there is no search."""
+    """Raise a ConfigError for arguments that allow no search."""
     least = min(steps_per_trial - 1, init_val, max_trials, max_val)
     if method != "fit" or mode not in ("power", "binsearch") or least < 1 or not 0 <= margin < 1:
         raise ConfigError(
-            f"scale_batch_size(method={method!r}, mode={mode!r}, steps_per_trial={steps_per_trial!r}, init_val="
-            f"{init_val!r}, max_trials={max_trials!r}, max_val={max_val!r}, margin={margin!r}): the method is 'fit', "
-            "the mode 'power' or 'binsearch'; give integers from 1, at least 2 steps, and a margin from 0 and below 1."
+            f"scale_batch_size({method=}, {mode=}, {steps_per_trial=}, {init_val=}, {max_trials=}, {max_val=}, "
+            f"{margin=}): the method is 'fit', the mode 'power' or 'binsearch'. Give integers from 1, 2 steps, "
+            "and a margin from 0 and below 1."
         )
 
 
@@ -197,9 +192,8 @@ def check_several(config: ResolvedConfig, module: TrainModule) -> None:
     """Raise a ConfigError if a batch cannot be tried on each of several processes."""
     if config.strategy.shards_state or config.device_type in ("xla", "tpu"):
         raise ConfigError(
-            f"scale_batch_size tries a batch on each process by itself, which strategy {config.strategy.name!r} cannot:"
-            " the layers of a process hold parts of the weights, and a process that runs out of memory within them "
-            "leaves the others waiting. `trainer estimate` says how many samples fit; or use strategy='ddp'."
+            "scale_batch_size on several processes needs the full weights on each, which strategy "
+            f"{config.strategy.name!r} shards. Use strategy='ddp', or `trainer estimate` for the samples that fit."
         )
     if not module.automatic_optimization:
         raise ConfigError("scale_batch_size on several processes needs automatic optimization: use devices=1.")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 FACTOR = math.sqrt(10)
 """From one constant rate to the next."""
 SURE = 3.0
-"""Standard errors by which the loss has to fall, so that it is no accident."""
+"""Standard errors that a fall of the loss has to exceed, so that it is not an accident."""
 MARGIN = 2.0
-"""Standard errors by which a fall may have been smaller, in comparisons: a rate has to be stable, too."""
+"""Standard errors that comparisons subtract from a fall, because a rate has to be stable, too."""
 ALMOST = 0.75
 """The part of the largest fall that a lower rate has to reach, which will reach all of it in a longer training."""
 ROUNDING = 1e-5
@@ -41,7 +41,7 @@ Attempt = Callable[["Rates"], Losses]
 
 
 class Fall(NamedTuple):
-    """The difference of the losses that a training has from those of its first weights, on the same batches."""
+    """The difference between the losses of a training and of its first weights, on the same batches."""
 
     mean: float
     error: float
@@ -88,7 +88,7 @@ class LRFinder:
         """Return a learning rate that trains; None if the loss falls at none, see `stopped`.
 
         Args:
-            skip_begin, skip_end: without effect, since the suggestion is no point of the curve.
+            skip_begin, skip_end: without effect, since the suggestion is not a point of the curve.
         """
         return self._found
 
@@ -127,9 +127,7 @@ class LRFinder:
         self.results["lr"] = [rate for rate, change in zip(rates.rates, changes, strict=False) if math.isfinite(change)]
         self.results["loss"] = [level + change for change in curve]
         if not any(changes):
-            self.stopped = (
-                "no descent seen: the loss is the same with each learning rate, so it does not depend on them"
-            )
+            self.stopped = "no descent seen: the loss is the same with each learning rate"
             return
         best = self.results["lr"][curve.index(min(curve))] if curve else self.lr_min
         # The second time, for losses that vary much, with trainings that are four times as long.
@@ -145,8 +143,7 @@ class LRFinder:
                 return
         self.stopped = (
             f"no descent seen: at no learning rate from {self.lr_min:.3g} to {self.lr_max:.3g} the loss falls by more "
-            "than it varies from step to step. Give larger batches or more num_training; or a lower min_lr or a higher "
-            "max_lr"
+            "than it varies from step to step. Give larger batches, more num_training, or another range"
         )
 
     def _climb(self, attempt: Attempt, start: Losses, rate: float) -> float:
@@ -224,7 +221,7 @@ def smoothed(changes: Sequence[float]) -> list[float]:
 
 
 class Rates(Callback):
-    """Takes each step of a training with a learning rate of its own, and keeps its loss, the mean of all processes.
+    """Gives each step of a training its own learning rate, and keeps its loss, the mean of all processes.
 
     Args:
         rates: of the steps.
@@ -268,13 +265,12 @@ class Rates(Callback):
 def check_range(
     method: str, min_lr: float, max_lr: float, num_training: int, mode: Literal["exponential", "linear"] | str
 ) -> None:
-    """Raise a ConfigError for arguments with which there is no range test."""
+    """Raise a ConfigError for arguments that allow no range test."""
     numbers_fit = 0 < min_lr < max_lr < math.inf and num_training >= 2
     if not numbers_fit or method != "fit" or mode not in ("exponential", "linear"):
         raise ConfigError(
-            f"lr_find(method={method!r}, mode={mode!r}, min_lr={min_lr!r}, max_lr={max_lr!r}, num_training="
-            f"{num_training!r}): a range test trains, so the method is 'fit'; the mode is 'exponential' or 'linear'; "
-            "give 0 < min_lr < max_lr, and at least 2 steps."
+            f"lr_find({method=}, {mode=}, {min_lr=}, {max_lr=}, {num_training=}): the method is 'fit', the mode "
+            "'exponential' or 'linear'. Give 0 < min_lr < max_lr, and at least 2 steps."
         )
 
 

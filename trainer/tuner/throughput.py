@@ -1,10 +1,11 @@
-"""Search for settings with more samples per second: each by itself, then together those that pay."""
+"""Search for settings with more samples per second: each alone, then all that pay together."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, TrainerError
@@ -41,7 +42,7 @@ class Throughput:
     """The samples per second of settings."""
 
     baseline: float
-    """Samples per second of the settings as they are: the better of two trials, before and after the others."""
+    """Samples per second of the present settings: the better of two trials, before and after the others."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
     pays: list[Setting] = field(default_factory=list)
@@ -60,10 +61,8 @@ class Throughput:
 def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
     """Yield settings that differ from the present ones, for a type of device."""
     cores = os.cpu_count() or 1
-    for workers in sorted({0, 1, 2, 4, 8, cores}):
-        if workers <= cores:
-            more = {"persistent_workers": True} if workers else {}
-            yield Setting(f"num_workers={workers}", loader={"num_workers": workers, **more})
+    for workers in sorted({0, 1, 2, 4, 8}.intersection(range(cores)) | {cores}):
+        yield Setting(f"num_workers={workers}", loader={"num_workers": workers, "persistent_workers": workers > 0})
     if device_type == "cuda":
         yield Setting("pin_memory=True", loader={"pin_memory": True})
     for factor in (2, 4):
@@ -76,12 +75,12 @@ def settings_to_try(present: Settings, device_type: str) -> Iterator[Setting]:
         yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
 
 
-PRESENT = Setting("as it is")
-"""The settings as they are."""
+PRESENT = Setting("unchanged")
+"""The present settings."""
 
 
 def search_settings(attempt: Callable[[Setting], float], settings: Iterator[Setting], combine: bool) -> Throughput:
-    """Measure each setting by itself, and those that pay together, by `attempt`, which returns samples per second."""
+    """Measure each setting alone, and all that pay together, with `attempt`, which returns samples per second."""
     found = Throughput(attempt(PRESENT))
     for setting in settings:
         _measure(found, attempt, setting)
@@ -105,7 +104,7 @@ def together(settings: list[Setting]) -> Setting:
 
 
 def _measure(found: Throughput, attempt: Callable[[Setting], float], setting: Setting) -> None:
-    """Add the samples per second with a setting, or the reason why there is no training with it."""
+    """Add the samples per second with a setting, or the reason why it cannot train."""
     try:
         found.found[setting] = attempt(setting)
         return
@@ -133,7 +132,7 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
     """Return a copy of a DataLoader with other options; `batch_size` is a factor.
 
     Raises:
-        ConfigError: the loader is no plain DataLoader, has the options already, or has no batch size to change.
+        ConfigError: the loader is not a plain DataLoader, has the options already, or lacks a batch size.
     """
     if "batch_size" in changes:
         changes = {**changes, "batch_size": changes["batch_size"] * (getattr(loader, "batch_size", None) or 1)}
@@ -152,7 +151,7 @@ def fused(optimizers: Any) -> Any:
     known = [one for one in every if type(one).__module__.startswith("torch.optim") and type(one).__name__ in FUSED]
     if not known:
         raise ConfigError("the optimizer has no fused step")
-    for group in [group for optimizer in known for group in optimizer.param_groups]:
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in known):
         if group.get("fused"):
             raise ConfigError("the optimizer is fused already")
         group["fused"], group["foreach"] = True, False

@@ -1,4 +1,4 @@
-"""Trial: a short training of copies, which leaves the originals as they were."""
+"""Trial: a short training of copies, which leaves the originals unchanged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_trial(
 ) -> None:
     """Train a copy of the module for some steps, with a trainer's settings, without callbacks, loggers and schedulers.
 
-    The module, the data module, the loader and the random numbers stay as they were, also after an error.
+    The module, the data module, the loader and the random numbers stay unchanged, also after an error.
 
     Args:
         callback: the trial's only callback.
@@ -65,7 +65,7 @@ def run_trial(
     Raises:
         ConfigError: the module or the data cannot be copied.
     """
-    # A copy shares generators with the original: those of its class, at module level, and in a closure.
+    # A copy shares generators with the original, in its class, at module level, and in a closure.
     owners = parts_of({"module": module}, {}) | ({} if datamodule is None else {"data module": datamodule})
     isolated = isolated_with(owners, (), torch.device("cpu"))
     with isolated, ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -74,15 +74,13 @@ def run_trial(
             module = deepcopy_with_functions(module, memo)
             datamodule, strategy = deepcopy_with_functions(datamodule, memo), copy.deepcopy(settings.strategy, memo)
         except Exception as error:
-            raise ConfigError(
-                f"the tuner works with copies of the module and the data module, and cannot copy them ({error}): build "
-                "in `setup` or `configure_model` what cannot be copied."
-            ) from error
+            words = f"the tuner cannot copy the module and the data module: {error}."
+            raise ConfigError(f"{words} Build in `setup` or `configure_model` what cannot be copied.") from error
         if loader is not None:
             loader = cleanup.enter_context(untouched(loader, memo))
         source: Any = module if datamodule is None else datamodule
         make = source.train_dataloader
-        # What it returns may be the program's own; what is a copy already is not copied again.
+        # The program may own the result; copies are not copied again.
         copies = {id(one): one for one in memo.values()}
         source.train_dataloader = lambda: cleanup.enter_context(untouched(make(), copies, is_new=True))
         _leave_out_schedulers(module)
@@ -134,8 +132,8 @@ def loader_like(loader: Any, **changes: Any) -> Any:
     plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
     if type(loader) is not DataLoader or ("batch_size" in changes and not plain):
         raise ConfigError(
-            f"the loader is a {type(loader).__name__}, or has a batch sampler of its own: give a plain DataLoader, or "
-            "a module or data module with an attribute batch_size, from which train_dataloader makes the loader"
+            f"the loader is a {type(loader).__name__}, or has its own batch sampler: give a plain DataLoader, or use "
+            "an attribute batch_size of the module or the data module in train_dataloader"
         )
     options = {name: getattr(loader, name) for name in COPIED} | changes
     options["persistent_workers"] &= options["num_workers"] > 0

@@ -1,4 +1,4 @@
-"""Tuner: `lr_find`, `scale_batch_size` and `throughput`, which train copies and leave the originals as they were."""
+"""Tuner: `lr_find`, `scale_batch_size` and `throughput`, which train copies and leave the originals unchanged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from trainer.loop.setup import start_processes
 from trainer.model.memory_limit import free_memory, limited_memory
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
-from trainer.tuner.batch_size import (
-    AgreedStopwatch,
-    BatchSizes,
-    Stopwatch,
-    check_search,
-    check_several,
-    search,
-)
+from trainer.tuner.batch_size import AgreedStopwatch, BatchSizes, Stopwatch, check_search, check_several, search
 from trainer.tuner.lr_finder import Losses, LRFinder, Rates, check_range
 from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
 from trainer.tuner.trial import loader_like, run_trial
@@ -34,13 +27,11 @@ class Tuner:
     """Finds a learning rate, a batch size, or faster settings for a trainer.
 
     Each trial trains copies of the module and the data module, without the trainer's callbacks, loggers and
-    checkpoints, so that weights, random numbers, counters and callbacks stay as they were. Only the attribute that
+    checkpoints, so that weights, random numbers, counters and callbacks stay unchanged. Only the attribute that
     was searched for is set.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        if not isinstance(trainer, Trainer):
-            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
         """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
@@ -84,13 +75,11 @@ class Tuner:
         """
         check_range(method, min_lr, max_lr, num_training, mode)
         attribute = _Attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
-        if attr_name and update_attr and not attribute.name:
-            raise ConfigError(
-                f"lr_find(attr_name={attr_name!r}): neither {type(model).__name__} nor its hparams has it."
-                f"{did_you_mean(attr_name, [*vars(model), *model.hparams])}"
-            )
+        if attr_name and not attribute.name:
+            close = did_you_mean(attr_name, [*vars(model), *model.hparams])
+            raise ConfigError(f"lr_find({attr_name=}): neither {type(model).__name__} nor its hparams has it.{close}")
         if not model.automatic_optimization:
-            raise ConfigError("lr_find sets the learning rates of automatic optimization; this module steps by itself.")
+            raise ConfigError("lr_find sets learning rates of automatic optimization, which this module has not.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
 
         def attempt(rates: Rates) -> Losses:
@@ -127,18 +116,18 @@ class Tuner:
 
         Logs the samples per second of each size, and the size above which they grow by less than 5 %; they are in
         `batch_sizes`. Sizes above the number of samples are not tried. On several processes all try the same size, and
-        it fits if it does on each of them; the samples per second are those of all.
+        it fits if it does on each of them; the samples per second are the sum of all.
 
         Args:
             model, val_dataloaders, dataloaders, datamodule, method: as in `lr_find`.
-            train_dataloaders: a DataLoader, of which each trial gets one like it. Default: the loader of the data
+            train_dataloaders: a DataLoader; each trial gets one like it. Default: the loader of the data
                 module or the module, made with its attribute `batch_arg_name`.
             mode: "power" doubles the size until the memory is used up; "binsearch" then also tries sizes between.
             steps_per_trial: steps of each trial; the first is not measured.
             init_val: the first size.
             max_trials: trials at most.
             batch_arg_name: the attribute of the module, the data module or their hparams.
-            margin: with "binsearch", the part by which the result is smaller than the largest size that fits.
+            margin: with "binsearch", the part to subtract from the largest size that fits.
             max_val: the largest size to try.
             memory_limit: on CPUs, bytes of memory that a trial may take, on each process; default: nine tenths of
                 what is free, split among the processes.
@@ -146,7 +135,6 @@ class Tuner:
         Raises:
             ConfigError: an argument has a wrong value, or nothing has the attribute.
         """
-        mode = "binsearch" if mode == "binary" else mode  # type: ignore[comparison-overlap]
         check_search(method, mode, steps_per_trial, init_val, max_trials, max_val, margin)
         trainer = self._trainer
         several = trainer.config.num_processes > 1
@@ -156,9 +144,8 @@ class Tuner:
         attribute = _Attribute(model, datamodule, (batch_arg_name,) if train_dataloaders is None else ())
         if train_dataloaders is None and not attribute.name:
             raise ConfigError(
-                f"scale_batch_size(batch_arg_name={batch_arg_name!r}): neither the module nor the data module, nor "
-                "their hparams, has it. Set self.batch_size in __init__ and use it in train_dataloader; or give a "
-                "DataLoader as train_dataloaders."
+                f"scale_batch_size(batch_arg_name={batch_arg_name!r}): neither the module nor the data module has it. "
+                "Set it in __init__ and use it in train_dataloader, or give a DataLoader as train_dataloaders."
             )
         most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
         limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
@@ -180,10 +167,8 @@ class Tuner:
             log.warning("scale_batch_size: not even one sample fits into the memory")
             return None
         attribute.set(found.chosen)
-        log.info(
-            "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
-            *(found.table(), found.chosen, found.worthwhile),
-        )
+        words = "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%"
+        log.info(words, found.table(), found.chosen, found.worthwhile)
         return found.chosen
 
     def throughput(
@@ -193,20 +178,20 @@ class Tuner:
         datamodule: DataModule | None = None,
         steps_per_trial: int = 20,
     ) -> Throughput:
-        """Return the samples per second with the settings as they are, and with others that may be faster.
+        """Return the samples per second with the present settings, and with others that may be faster.
 
         Tried are workers of the DataLoader, pinned memory, larger micro-batches, a fused optimizer, compilation and
-        bf16-mixed, each by itself; and on one process those together that give 5 % more. Nothing is changed.
+        bf16-mixed, each alone; on one process, also all that give 5 % more together. Nothing is changed.
 
         Args:
             model, train_dataloaders, datamodule: as in `lr_find`.
             steps_per_trial: steps of each trial; the first is not measured.
 
         Raises:
-            ConfigError: an argument has a wrong value, or the settings as they are do not train.
+            ConfigError: an argument has a wrong value, or the present settings do not train.
         """
-        if type(steps_per_trial) is not int or steps_per_trial < 2:
-            raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
+        if steps_per_trial < 2:
+            raise ConfigError(f"throughput({steps_per_trial=}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
         def attempt(tried: Setting) -> float:

@@ -52,12 +52,8 @@ def _parser() -> CommandParser:
     given = parser.add_mutually_exclusive_group()
     words = "answers that are given in advance, see below"
     given.add_argument("--preset", metavar="NAME", choices=PRESETS, help=words)
-    given.add_argument(
-        "--from",
-        dest="source",
-        metavar="FILE",
-        help="translate an Accelerate configuration or a DeepSpeed JSON, and say what became of every key",
-    )
+    words = "translate an Accelerate configuration or a DeepSpeed JSON, and say what became of every key"
+    given.add_argument("--from", dest="source", metavar="FILE", help=words)
     parser.add_argument("-o", "--output", metavar="FILE", default="run.yaml", help="default: run.yaml; -: the terminal")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument("--list", action="store_true", help="list the presets, write nothing")
@@ -102,10 +98,7 @@ def translate(name: str) -> Translation:
     path = local_path(name)
     given, kind = read_plain(path)
     if kind is None:
-        raise ConfigError(
-            f"{name} is neither an Accelerate configuration (with distributed_type) nor a DeepSpeed one (with "
-            "zero_optimization). A configuration of ours goes to trainer fit --config as it is."
-        )
+        raise ConfigError(f"{name} is not an Accelerate (distributed_type) or DeepSpeed (zero_optimization) file.")
     translation = Translation(path, kind)
     (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(translation, given)
     return translation
@@ -132,21 +125,15 @@ def _fit_command(file: str) -> str:
 
 def _usage_lines(start: str) -> list[str]:
     several = ["The same on each machine, with the name of the first one as HOST:", ""] if "HOST" in start else []
-    return [
-        "Put the model and its data into another file (module.yaml), or into this one, with the keys module and data.",
-        *several,
-        "",
-        f"    {start}",
-    ]
+    words = "Put the model and its data into another file (module.yaml), or into this one, as module and data."
+    return [words, *several, "", f"    {start}"]
 
 
 def _next_steps(settings: Mapping[str, Any], start: str, fit: str) -> str:
-    machines = settings.get("num_nodes", 1)
-    where = "start it on each machine with" if machines > 1 else "use it with"
     if settings.get("accelerator") == "tpu":  # the one program for all its cores can be tried there only
-        return f"{where}: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
-    number = "" if isinstance(settings.get("devices"), int) else f" --world-size {8 * machines}"
-    return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
+        return f"use it with: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
+    number = "" if isinstance(settings.get("devices"), int) else f" --world-size {8 * settings.get('num_nodes', 1)}"
+    return f"use it with: {start}\ncheck it with: {fit} --dry-run{number}"
 
 
 def _write_output(text: str, options: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ WITHOUT_LAYOUT = {
     "strategy: deepspeed_stage_3_offload": "zero3, with the answer about the memory of the CPU",
     "strategy: xla_fsdp": "for TPUs, where the layout is not asked",
 }
-"""Strategies that are no layout, and why. Any further strategy is one, under its own name."""
+"""Strategies that are not layouts, and why. Any further strategy is a layout under its own name."""
 _listed = {line for line, _ in LAYOUTS.values()} | WITHOUT_LAYOUT.keys()
 LAYOUTS |= {name: (line, words) for name, words in strategies().items() if (line := f"strategy: {name}") not in _listed}
 

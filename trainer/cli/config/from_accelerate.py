@@ -29,7 +29,7 @@ from trainer.errors import did_you_mean
 
 SHARDS, ONE, TPU = strategy_name("shards"), strategy_name("one"), strategy_name("tpu")
 STRATEGIES = {"NO": ONE, "FSDP": SHARDS, "MEGATRON_LM": SHARDS, "XLA": TPU, "TPU": TPU}
-"""Strategies by `distributed_type`; for others copies, and for DEEPSPEED that of the stage."""
+"""Strategies by `distributed_type`; DEEPSPEED takes the stage's, and all others copies."""
 SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Sections that only one `distributed_type` reads."""
 _AUTO = one_of(true="auto", full="auto", selective="auto")
@@ -84,7 +84,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "debug": (LEFT_OUT, "a collective that not all processes make is always reported"),
     "main_training_function": (LEFT_OUT, "the configuration names a class (module), not a function"),
     **dict.fromkeys(("same_network", "rdzv_backend", "main_process_ip", "main_process_port"), _MEET),
-    "machine_rank": (LEFT_OUT, "the machines are numbered by themselves; or --node-rank N"),
+    "machine_rank": (LEFT_OUT, "the machines are numbered automatically; or --node-rank N"),
     "compute_environment": (LEFT_OUT, "it is detected at the start: trainer env shows it"),
     "fsdp_config.fsdp_ignored_modules": (BY_HAND, "nothing can be left out of the sharding; strategy: ddp"),
     "fsdp_config.fsdp_auto_wrap_policy": (LEFT_OUT, "the repeated blocks are found, or named by another key"),
@@ -95,7 +95,7 @@ WORDS: dict[str, tuple[str, str]] = {
             *("fsdp_config.fsdp_use_orig_params", "fsdp_config.fsdp_sync_module_states"),
             *("fsdp_config.fsdp_limit_all_gathers", "fsdp_config.fsdp_state_dict_type"),
         ),
-        (LEFT_OUT, "FSDP2 does it by itself; checkpoints are readable under any strategy"),
+        (LEFT_OUT, "FSDP2 does it automatically; checkpoints are readable under any strategy"),
     ),
     "deepspeed_config.deepspeed_multinode_launcher": (BY_HAND, "trainer launch, torchrun or srun on each machine"),
     "deepspeed_config.deepspeed_hostfile": (BY_HAND, "start it on each: trainer launch --nnodes ... --rdzv ..."),
@@ -120,15 +120,15 @@ def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
         _read_json(done, str(file))
     _take_processes(done, flat, kind)
     _take_strategy(done, flat, kind)
-    unread = {section for section, reader in SECTIONS.items() if reader != kind}
-    unread |= {"fsdp_config"} if done.draft.get("strategy") == COPIES else set()
-    unread |= {"dynamo_config"} if is_off(flat.get("dynamo_config.dynamo_backend")) else set()
+    read = {section: reader == kind for section, reader in SECTIONS.items()}
+    read["fsdp_config"] &= done.draft.get("strategy") != COPIES
+    read["dynamo_config"] = not is_off(flat.get("dynamo_config.dynamo_backend"))
     for key, value in flat.items():
-        if key.partition(".")[0] in unread:
+        if not read.get(key.partition(".")[0], True):
             done.add(key, value, LEFT_OUT, f"distributed_type is {kind}, which does not read it, or it is off")
         elif not account(done, key, value, SETTINGS, WORDS):
             close = did_you_mean(key, [*SETTINGS, *WORDS])
-            done.add(key, value, BY_HAND, f"no key of accelerate 1.15.{close} Nothing was done with it")
+            done.add(key, value, BY_HAND, f"not a key of accelerate 1.15.{close}")
     if kind == "DEEPSPEED":
         done.draft.settings.setdefault("strategy", strategy_name("zero2"))
 
@@ -162,9 +162,8 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
         done.add("num_processes", total, LEFT_OUT, "gpu_ids says it")
         done.take("gpu_ids", ids, {"devices": [int(one) for one in ids.split(",")]})
     else:
-        done.take(
-            "num_processes", total, {"devices": each}, f" on each machine ({total} is the total of {done.machines})"
-        )
+        words = f" on each machine ({total} is the total of {done.machines})"
+        done.take("num_processes", total, {"devices": each}, words)
         done.add("gpu_ids", ids, LEFT_OUT, "the first GPUs of the machine are used, as many as devices says")
 
 

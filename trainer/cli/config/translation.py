@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -108,11 +109,10 @@ def one_of(**known: Any) -> Reader:
 
 def number(value: Any) -> float | None:
     """Return a finite number above 0, also one in a text."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        return None
-    return found if 0 < found < math.inf else None
+    with suppress(TypeError, ValueError):
+        if 0 < float(value) < math.inf:
+            return float(value)
+    return None
 
 
 def whole(value: Any) -> int | None:

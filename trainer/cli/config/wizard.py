@@ -72,8 +72,7 @@ def ask_all() -> ConfigDraft:
     if machine == "mps" and machines == 1:
         devices = 1
     elif machine != "tpu":
-        where = " on each machine" if machines > 1 else ""
-        question = f"How many processes{where}? One for each GPU is usual; 'all': as many."
+        question = "How many processes on each machine? One for each GPU is usual; 'all': as many."
         typed = ask(question, "1" if machine == "cpu" else "all", NUMBER_OR_ALL)[0]
         devices = int(typed) if typed.isdecimal() else "auto"
     draft.set("devices", devices)
@@ -86,10 +85,8 @@ def ask_all() -> ConfigDraft:
         keepable = {name: words for name, words in OFFLOADS.items() if name in ("no", *OFFLOADED[layout])}
         offload = choose("What is kept in the memory of the CPU, if the GPUs' is too small?", keepable, "no", {})
         draft.add(OFFLOADED[layout].get(offload, ""))
-    precision = choose(
-        "Which numbers to compute with?", PRECISIONS, "32-true" if machine == "cpu" else "bf16-mixed", {}
-    )
-    draft.set("precision", precision)
+    usual = "32-true" if machine == "cpu" else "bf16-mixed"
+    draft.set("precision", choose("Which numbers to compute with?", PRECISIONS, usual, {}))
     window = int(ask("How many batches make one step (gradient accumulation)?", "1", NUMBER)[0])
     if window > 1:
         draft.set("accumulate_grad_batches", window)
@@ -103,24 +100,24 @@ def _ask_for_checkpoints(draft: ConfigDraft) -> None:
     if answer[2] is None:
         draft.set("enable_checkpointing", False)
         return
-    name, factor = UNITS[answer[2]]
+    name, factor = UNITS[answer[2].lower()]
     arguments: dict[str, Any] = {name: int(answer[1] or 1) * factor}
     question = "Keep the best one, too, by which logged value? Such as val_loss, or 'none'."
-    monitor = ask(question, "none", LOGGED, keep_case=True)[0]
+    monitor = ask(question, "none", LOGGED)[0]
     if monitor.lower() not in ("none", "no"):
         arguments["monitor"] = monitor
         if implied_mode(monitor) == "max":
             arguments["mode"] = "max"
-    if arguments != {"every_n_epochs": 1}:  # what Trainer does by itself; a list here takes the place of another file's
+    if arguments != {"every_n_epochs": 1}:  # the default; a list here replaces another file's
         draft.set("callbacks", [{"class_path": "ModelCheckpoint", "init_args": arguments}])
 
 
-def ask(question: str, default: str, form: tuple[str, str], keep_case: bool = False) -> re.Match[str]:
-    """Return an answer that has one of the forms, as a match; others are answered with their words, and asked again."""
+def ask(question: str, default: str, form: tuple[str, str]) -> re.Match[str]:
+    """Return an answer of this form, as a match; for any other answer print the form's words, and ask again."""
     pattern, words = form
     while True:
         typed = _typed(question, default)
-        match = re.fullmatch(pattern, typed if keep_case else typed.lower())
+        match = re.fullmatch(pattern, typed, re.IGNORECASE)
         if match is not None:
             return match
         print(f"  {typed!r}: {words}")
@@ -144,7 +141,5 @@ def _typed(question: str, default: str) -> str:
         return input(f"{question} [{default}] ").strip() or default
     except EOFError:
         print()
-        raise ConfigError(
-            "the input ended before the last question; nothing was written. Without a terminal to ask on: "
-            "trainer config --preset NAME."
-        ) from None
+        words = "the input ended before the last question, and nothing was written. Use trainer config --preset NAME."
+        raise ConfigError(words) from None

@@ -45,11 +45,11 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     rows = list(gathered)
     dist.all_reduce(total)
     dist.all_gather(rows, mine)
-    wrong = []
-    if not torch.all(total == world * (world + 1) / 2):
-        wrong.append("all_reduce")
-    if not torch.all(gathered == torch.arange(1.0, world + 1, device=device)[:, None]):
-        wrong.append("all_gather")
+    right = {
+        "all_reduce": torch.all(total == world * (world + 1) / 2),
+        "all_gather": torch.all(gathered == torch.arange(1.0, world + 1, device=device)[:, None]),
+    }
+    wrong = [name for name, is_right in right.items() if not is_right]
     reduce_s = _seconds(lambda: dist.all_reduce(total), device)
     gather_s = _seconds(lambda: dist.all_gather(rows, mine), device)
     slowest = torch.tensor([reduce_s, gather_s])

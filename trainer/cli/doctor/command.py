@@ -15,14 +15,7 @@ from trainer.arguments import local_path
 from trainer.cli.columns import print_fitted
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import (
-    CommandParser,
-    config_option,
-    overrides_of,
-    positive,
-    recipe_of,
-    reports_errors,
-)
+from trainer.cli.options import CommandParser, config_option, overrides_of, positive, recipe_of, reports_errors
 from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
@@ -66,7 +59,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog="trainer doctor",
         usage="trainer doctor [--config FILE [FILE ...]] [OPTIONS]",
-        description=f"{summary[0].upper()}{summary[1:]}. What it writes, it removes.",
+        description=f"{summary[0].upper()}{summary[1:]}. It removes all that it writes.",
         epilog=EXAMPLES,
     )
     config_option(parser, "a configuration to try, too")
@@ -106,7 +99,7 @@ def _checks(
 
 
 def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
-    """Run a batch of training and of validation in processes of their own, started by `trainer fit`."""
+    """Run a batch of training and of validation in separate processes, with `trainer fit`."""
     findings = Diagnostics()
     overrides, _ = overrides_of(arguments, findings)
     command = [sys.executable, "-m", "trainer", "fit"]

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.cli.doctor.results import CheckResult, check_result, gib
@@ -31,11 +31,9 @@ def scratch(root: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for made in missing:
-            try:
+        with suppress(OSError):  # another process has written there
+            for made in missing:
                 made.rmdir()
-            except OSError:  # another process has written there
-                break
 
 
 def disk(root: Path) -> Iterator[CheckResult]:
@@ -53,22 +51,20 @@ def disk(root: Path) -> Iterator[CheckResult]:
 def _space(root: Path) -> CheckResult:
     usage = shutil.disk_usage(root)
     kind = file_system(root)
-    remote = kind is not None and (kind in NETWORK or kind.startswith("fuse."))
-    where = f"{root} ({'a network file system, ' if remote else ''}{kind or 'unknown file system'})"
+    remote = kind in NETWORK or kind.startswith("fuse.")
+    where = f"{root} ({'a network file system, ' if remote else ''}{kind})"
     few = usage.free < ENOUGH_DISK or usage.free < usage.total / 100
     fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
     return check_result("WARN", few, "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free", fix)
 
 
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Return the kind of file system that holds `path`, such as "ext4" or "nfs4"; None: not known."""
-    try:
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Return the kind of file system that holds `path`, such as "ext4" or "nfs4"."""
+    points = {"": "unknown file system"}
+    with suppress(OSError):
         lines = [line.split()[1:3] for line in mounts.read_text().splitlines()]
-    except OSError:
-        return None
-    points = {place.replace("\\040", " "): kind for place, kind in lines}
-    holding = [place for place in points if path.absolute().is_relative_to(place)]
-    return points[max(holding, key=len)] if holding else None
+        points |= {place.replace("\\040", " "): kind for place, kind in lines}
+    return points[max((place for place in points if path.absolute().is_relative_to(place or "/")), key=len)]
 
 
 def _writing(folder: Path) -> Iterator[CheckResult]:
@@ -112,11 +108,9 @@ def _checkpoint(folder: Path) -> CheckResult:
         read = read_checkpoint(path)["model"]
         loaded = time.perf_counter()
     except CheckpointError as error:
-        return CheckResult(
-            "FAIL", "checkpoint", f"a save and load failed: {error}", "See the lines above about the disk."
-        )
-    same = all(torch.equal(read[name], tensor) for name, tensor in state["model"].items())
-    if problems or not same:
+        fix = "See the lines above about the disk."
+        return CheckResult("FAIL", "checkpoint", f"a save and load failed: {error}", fix)
+    if problems or not all(torch.equal(read[name], tensor) for name, tensor in state["model"].items()):
         fix = "The disk or its file system loses data: do not train here."
         return CheckResult("FAIL", "checkpoint", f"what was read is not what was written. {' '.join(problems)}", fix)
     text = f"8 MiB saved in {1000 * (saved - began):.0f} ms, verified and loaded in {1000 * (loaded - saved):.0f} ms"

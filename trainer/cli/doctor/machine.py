@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import resource
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainer.cli.collisions import collisions
 from trainer.cli.doctor.results import CheckResult, check_result, gib
+from trainer.cli.env import versions
 from trainer.distributed.store import free_port
 from trainer.errors import install_command
 from trainer.launchers.launcher import usable_cores
@@ -43,21 +42,14 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
 
 
 def _versions() -> Iterator[CheckResult]:
-    python = platform.python_version()
-    yield CheckResult("OK", "python", f"{python}, {sys.executable}")  # an older Python could not even parse this file
-    yield CheckResult("OK", "torch", _version("torch") or "is not installed")
+    installed = versions()
+    yield CheckResult("OK", "python", f"{installed['python']}, {sys.executable}")
+    yield CheckResult("OK", "torch", installed["torch"] or "is not installed")
     for collision in collisions():
         yield CheckResult("WARN", "import name", collision)
     for package, gives in EXTRAS.items():
         missing = f"not installed, and not needed unless you want {gives}: {install_command(package)}"
-        yield CheckResult("OK", package, _version(package) or missing)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        yield CheckResult("OK", package, installed[package] or missing)
 
 
 def _compilers() -> Iterator[CheckResult]:
@@ -65,12 +57,11 @@ def _compilers() -> Iterator[CheckResult]:
     path = shutil.which(compiler.split()[0])
     missing = f"no {compiler}: compile= does not work on the CPU, nor what DeepSpeed compiles (CPUAdam, nvme)"
     yield check_result("WARN", path is None, "compiler", path or missing, "apt install g++, or set CXX.")
-    if _version("deepspeed") is not None:
+    if versions()["deepspeed"] is not None:
         ninja = shutil.which("ninja")
         missing = "is not on the PATH: DeepSpeed cannot compile its operators"
-        yield check_result(
-            "WARN", ninja is None, "ninja", ninja or missing, "pip install ninja, in an active environment."
-        )
+        fix = "pip install ninja, in an active environment."
+        yield check_result("WARN", ninja is None, "ninja", ninja or missing, fix)
 
 
 def devices() -> Iterator[CheckResult]:
@@ -81,7 +72,7 @@ def devices() -> Iterator[CheckResult]:
         yield _gpu(number)
     if torch.cuda.is_available():
         return
-    if Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists():
+    if any(Path(driver).exists() for driver in ("/dev/nvidia0", "/dev/kfd")):
         built = torch.version.cuda or torch.version.hip or "the CPU alone"
         fix = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; a driver that is too old for this torch is the usual cause."
         yield CheckResult("FAIL", "devices", f"there is a GPU, but torch (built for {built}) sees none.", fix)
@@ -112,21 +103,17 @@ def matrix_products() -> CheckResult:
     from trainer.model.peak_flops import measured_peak, peak_of
 
     device = torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    found, known = [], False
+    speeds = []
     for dtype in (torch.float32, torch.bfloat16):
         try:
             speed = measured_peak(device, dtype)
         except RuntimeError as error:
-            line = str(error).splitlines()[0]
-            return CheckResult(
-                "WARN", "matrices", f"a product in {dtype} fails on {device}: {line}", "See the devices."
-            )
+            found = f"a product in {dtype} fails on {device}: {str(error).splitlines()[0]}"
+            return CheckResult("WARN", "matrices", found, "See the devices.")
         vendor = peak_of(device, dtype)
-        known = known or vendor is not None
         of = "" if vendor is None else f" of the vendor's {vendor / 1e12:g}"
-        found.append(f"{str(dtype).removeprefix('torch.')} {speed / 1e12:.3g}{of} TFLOP/s")
-    hint = "" if known else "; without a vendor's peak, ThroughputMonitor(peak_flops=...) takes one of them"
-    return CheckResult("OK", "matrices", f"measured by a product on {device}: {', '.join(found)}{hint}")
+        speeds.append(f"{str(dtype).removeprefix('torch.')} {speed / 1e12:.3g}{of} TFLOP/s")
+    return CheckResult("OK", "matrices", f"measured by a product on {device}: {', '.join(speeds)}")
 
 
 def _memory() -> Iterator[CheckResult]:
@@ -149,14 +136,9 @@ def _limits() -> Iterator[CheckResult]:
         yield check_result("WARN", free < ENOUGH_SHM, "/dev/shm", f"{gib(free)} are free {use}", fix)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
-    found = f"{soft} at once; many DataLoader workers may need more ('Too many open files')"
-    yield check_result(
-        "WARN",
-        few,
-        "open files",
-        found if few else "enough at once",
-        f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
-    )
+    number = hard if 0 < hard < 65536 else 65536
+    fix = f"Many DataLoader workers may need more ('Too many open files'): ulimit -n {number}"
+    yield check_result("WARN", few, "open files", f"{soft} at once", fix)
 
 
 def _network() -> Iterator[CheckResult]:
@@ -168,7 +150,7 @@ def _network() -> Iterator[CheckResult]:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
         yield CheckResult("OK", "port", f"processes can meet on this machine (port {port} is free)")
     except OSError as error:
-        fix = "A firewall or a sandbox forbids connections on 127.0.0.1, by which local processes meet."
+        fix = "A firewall or a sandbox forbids connections on 127.0.0.1, which local processes need."
         yield CheckResult("FAIL", "port", f"a connection to this machine itself fails: {error}.", fix)
     name = socket.gethostname()
     try:

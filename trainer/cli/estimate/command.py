@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ def _print_fitting(given: argparse.Namespace, found: EstimateInput, precision: P
     found.shape.setdefault("batch", 1)
     model = found.transformer(given.checkpointing)
     missing = [f"--{name}" for name in ("hidden", "heads", "sequence") if name not in found.shape]
-    missing += [] if found.size.blocks else ["--layers"]
+    missing += ["--layers"] * (not found.size.blocks)
     if model is None or missing:
         raise ConfigError(f"layouts depend on sizes that are not known here: give {' '.join(missing)} too.")
     per_machine = min(given.devices, given.gpus)
@@ -130,7 +131,7 @@ def _parser() -> CommandParser:
     add("--accumulate", metavar="N", type=positive, help="micro-batches of a step (default: 1)")
     add("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     add = parser.add_argument_group("sizes of a transformer, for its activations and layouts").add_argument
-    add("--layers", metavar="N", type=positive, help="transformer layers, with --params")
+    add("--layers", metavar="N", type=positive, default=0, help="transformer layers, with --params")
     for name, about in SIZES.items():
         kind = _tokens if name == "sequence" else positive
         add(f"--{name.replace('_', '-')}", metavar="N", type=kind, help=about)
@@ -190,22 +191,20 @@ def _layouts(given: argparse.Namespace, configuration: Recipe | None) -> tuple[d
 def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     from trainer.cli.estimate.module import EstimateInput
 
-    layers, table = given.layers or 0, (given.vocabulary or 0) * (given.hidden or 0)
+    layers, table = given.layers, (given.vocabulary or 0) * (given.hidden or 0)
     if given.params < 2 * table + layers:
         raise ConfigError(f"--params {given.params} is less than two tables of --vocabulary x --hidden.")
     block = (given.params - 2 * table) // max(layers, 1) * bool(layers)
-    first, each, last = (
-        Weight(elements, elements, is_matrix=True) for elements in (table, block, given.params - table - layers * block)
-    )
-    return EstimateInput("", ModelSize([first], [[each]] * layers, [last]))
+    sizes = table, block, given.params - table - layers * block
+    first, each, last = (Weight(elements, elements, is_matrix=True) for elements in sizes)
+    return EstimateInput("model", ModelSize([first], [[each]] * layers, [last]))
 
 
 def _is_hugging_face(path: str) -> bool:
     """Return True for the config.json of a Hugging Face model."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         return "model_type" in json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    return False
 
 
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Recipe:

@@ -91,7 +91,7 @@ def fitting(
     First come those that send least between machines, then those that send least, then those that need least memory.
 
     Args:
-        setup: of the layout in which each process is a reader; layouts with fewer readers have more micro-batches.
+        setup: of the layout whose processes are all readers; layouts with fewer readers have more micro-batches.
     """
     from trainer.strategy import available_strategies
 

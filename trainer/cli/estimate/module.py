@@ -23,6 +23,7 @@ from trainer.precision import Precision
 from trainer.trainer import Trainer
 
 NAMES = {
+    "batch": ("batch_size",),
     "hidden": ("hidden_size", "n_embd", "d_model", "width", "dim", "hidden", "embed_dim", "hidden_dim"),
     "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
     "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab", "num_embeddings"),
@@ -39,12 +40,12 @@ NEEDED = ("hidden", "sequence", "batch")
 
 @dataclass
 class EstimateInput:
-    """The module to train, as far as it is known."""
+    """The known facts about the module to train."""
 
     name: str
     size: ModelSize
     shape: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `Transformer`, as far as they are known."""
+    """The known arguments of `Transformer`."""
     notes: list[str] = field(default_factory=list)
 
     def transformer(self, checkpointing: bool) -> Transformer | None:
@@ -79,9 +80,9 @@ def examine(configuration: Recipe, precision: Precision) -> EstimateInput:
     if len(kinds) > 1:
         notes.append(f"all optimizers are counted as {largest.name}, which keeps most")
     size = count(module, precision, optimizers, largest)
-    shape = _shape(module, [configuration.module.arguments, module.hparams])
-    batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
-    return EstimateInput(type(module).__name__, size, shape | ({"batch": batch} if type(batch) is int else {}), notes)
+    data = {} if configuration.data is None else configuration.data.arguments
+    shape = _shape(module, [data, configuration.module.arguments, module.hparams])
+    return EstimateInput(type(module).__name__, size, shape, notes)
 
 
 def examine_hugging_face(path: str, precision: Precision) -> EstimateInput:
@@ -116,8 +117,8 @@ def count(
     parameters = list(module.parameters())
     if not parameters or any(map(is_lazy, parameters)):
         raise ConfigError(
-            f"{type(module).__name__} has lazy layers, or no parameters after configure_model, and cannot be counted: "
-            "give the layers their sizes there, or the number of parameters, trainer estimate --params N."
+            f"{type(module).__name__} has lazy layers, or no parameters after configure_model, and cannot be counted. "
+            "Give the layers their sizes, or trainer estimate --params N."
         )
     optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     optimized = optimized or {*map(id, parameters)}
@@ -141,7 +142,7 @@ def _around(module: nn.Module, inside: Collection[nn.Parameter]) -> tuple[Iterab
 
 
 def _weight(p: nn.Parameter, optimized: bool, experts: Collection[int]) -> Weight:
-    """Describe a weight; three dimensions are those of experts, and a router has a row for each expert."""
+    """Describe a weight; experts have three dimensions, and a router has a row for each expert."""
     rows = p.shape[0] if p.dim() else 1
     matrix = p.dim() == 2 and rows not in experts
     return Weight(p.numel(), rows, p.requires_grad, optimized, matrix, experts=rows if p.dim() == 3 else 0)
@@ -198,7 +199,7 @@ def probe(optimizer: Optimizer) -> OptimizerStates:
 
 
 def _shape(module: nn.Module, first: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sizes that hyperparameters, the module's attributes, or those of its submodules name."""
+    """Return the sizes that hyperparameters, or attributes of the module and its submodules, name."""
     configs = [vars(part)["config"] for part in module.modules() if "config" in vars(part)]
     texts = [getattr(config, "text_config", config) for config in configs]  # of a model for texts and images
     named = [config if isinstance(config, Mapping) else getattr(config, "__dict__", {}) for config in texts]

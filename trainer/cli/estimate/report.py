@@ -74,7 +74,7 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     weights, states = found.size.weights, found.size.states
     frozen = elements_of(weight for weight in weights if not weight.trainable)
     idle = elements_of(weight for weight in weights if weight.trainable and not weight.optimized)
-    words = f"{found.name or 'model'}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, "
+    words = f"{found.name}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, "
     words += f"{idle:,} of them trained by no optimizer; {found.size.buffers:,} bytes of buffers"
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
     missing = [f"--{name}" for name in NEEDED if name not in found.shape]

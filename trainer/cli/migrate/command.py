@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from trainer.checkpoint.disk import atomic_file
 from trainer.cli.main import usage_error
 from trainer.cli.migrate.names import RENAMED, lightning_root
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.errors import MissingPackageError, printable
+from trainer.errors import printable, require_package
 
 if TYPE_CHECKING:
     from trainer.cli.migrate.decisions import Finding
@@ -34,6 +35,8 @@ examples:
 exit codes: 0 done, 1 a file could not be read or written, 2 wrong usage
 """
 YAML = (".yaml", ".yml")
+READ = (".py", ".ipynb", *YAML)
+"""Files of a folder that are read, beside requirements."""
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv", "env", "lightning_logs", "wandb"}
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
@@ -50,24 +53,19 @@ EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MUL
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Show or make the changes. Returns the exit code."""
-    parser = CommandParser(
-        prog="trainer migrate",
-        description="Rewrite a project of Lightning's to this package, and list what a person must decide.",
-        epilog=EXAMPLES,
-    )
-    parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="a Python, YAML or JSON file, or a folder (of Python and YAML)"
-    )
+    words = "Rewrite a project of Lightning's to this package, and list what a person must decide."
+    parser = CommandParser(prog="trainer migrate", description=words, epilog=EXAMPLES)
+    words = "a Python, YAML or JSON file, or a folder (of Python and YAML)"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=words)
     parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
     options = parser.parse(arguments)
-    try:
-        import libcst
-        import yaml
-    except ImportError:
-        raise MissingPackageError("libcst", "trainer migrate") from None
+    require_package("libcst", "trainer migrate")
+    import libcst
+    import yaml
+
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
-    files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
+    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
@@ -81,7 +79,7 @@ def run(arguments: list[str]) -> int:
             places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
         except (*UNREADABLE, libcst.ParserSyntaxError, yaml.YAMLError) as error:
             if b"lightning" in source:  # else it is not a file of Lightning's
-                problems.append(f"{file}: left as it is: {' '.join(str(error).split())}")
+                problems.append(f"{file}: not changed: {' '.join(str(error).split())}")
     _report(len(sources), changed, places, options.write)
     for problem in problems:
         usage_error(problem)
@@ -89,15 +87,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Return the files of a folder that may name Lightning; a file as it is."""
+    """Yield the files of a folder that may name Lightning, or the file itself."""
     if path.is_file():
         yield path
-        return
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path):  # of a file, nothing
         folders[:] = sorted(name for name in {*folders} - SKIPPED if not name.startswith("."))
-        for file in (Path(folder, name) for name in sorted(names)):
-            if file.suffix in (".py", ".ipynb", *YAML) or REQUIREMENTS.fullmatch(file.name):
-                yield file
+        files = [Path(folder, name) for name in sorted(names)]
+        yield from (one for one in files if one.suffix in READ or REQUIREMENTS.fullmatch(one.name))
 
 
 def _names_lightning(file: Path, source: bytes) -> bool:
@@ -141,7 +137,7 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     if REQUIREMENTS.fullmatch(file.name):
         lines = source.decode(errors="replace").splitlines()
         named = [(number, REQUIREMENT.search(line.partition("#")[0])) for number, line in enumerate(lines, 1)]
-        words = "where this is a requirement, write that of this package in its place"
+        words = "where this is a requirement, require this package instead"
         return source, [Finding(number, match[1], words) for number, match in named if match is not None]
     if file.suffix == ".py":
         return migrate_python(source, kept if file.name != "__init__.py" else RENAMED)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAMES, NOT_THERE, argument_words, lightning_root
+from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, argument_words, lightning_root
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 
 OPTIMIZER_IDX = (
@@ -78,15 +78,15 @@ class _DecisionFinder(cst.CSTVisitor):
         super().__init__()
         self.findings: list[Finding] = []
         self.rewritten = rewritten
-        self.classes: list[set[str] | None] = []
+        self.classes: list[set[str] | None] = [None]
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
         self.function = ""
         """The method of a class of Lightning's that is being read."""
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = get_full_name_for_node(node.module) if node.module else ""
-        if not node.relative and f"{module}.".startswith("trainer.") and not isinstance(node.names, cst.ImportStar):
-            for alias in node.names:  # rewritten before
+        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
+            if f"{module}.".startswith("trainer.") and not node.relative:  # rewritten before
                 self._report_name(alias, alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -100,7 +100,7 @@ class _DecisionFinder(cst.CSTVisitor):
         self.classes.pop()
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        if not self.classes or self.classes[-1] is None:
+        if self.classes[-1] is None:
             return
         self.function = node.name.value
         if self.function in HOOKS:
@@ -122,8 +122,8 @@ class _DecisionFinder(cst.CSTVisitor):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
         written = get_full_name_for_node(node.value) or ""
-        own = self.classes[-1] if self.classes else None
-        if path is not None:
+        own = self.classes[-1]
+        if path:
             self._report_path(node, path)
         elif OF_A_TRAINER.fullmatch(written):
             self._report_member(node, "Trainer", written, name)
@@ -135,8 +135,6 @@ class _DecisionFinder(cst.CSTVisitor):
         if called.endswith(".link_arguments"):
             instead = "a reference in the configuration, ${data.NAME}, to a value in it or an attribute of the object"
             self._add(node, "link_arguments", f"use {instead}")
-        if path is None:
-            return
         kind = path.rpartition(".")[2]
         for arg in node.args:
             name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
@@ -158,13 +156,9 @@ class _DecisionFinder(cst.CSTVisitor):
     def visit_Annotation(self, node: cst.Annotation) -> bool:
         return not isinstance(node.annotation, cst.SimpleString)  # whose names are still bound
 
-    def _path(self, node: cst.CSTNode) -> str | None:
+    def _path(self, node: cst.CSTNode) -> str:
         """Return the path in Lightning or in this package that an expression has been imported from."""
-        for one in self.get_metadata(QualifiedNameProvider, node, ()):
-            path: str = one.name
-            if one.source is QualifiedNameSource.IMPORT and (lightning_root(path) or path.startswith("trainer.")):
-                return path
-        return None
+        return imported_path(self.get_metadata(QualifiedNameProvider, node, ()))
 
     def _report_path(self, node: cst.CSTNode, path: str) -> None:
         before, _, name = path.rpartition(".")
@@ -185,11 +179,17 @@ class _DecisionFinder(cst.CSTVisitor):
 
     def _report_name(self, node: cst.CSTNode, name: str) -> None:
         target = NAMES.get(name, "")
-        if target and (" " in target or ":" not in target):
+        if not NAME_HERE.fullmatch(target):
             self._add(node, name, f"use {target}")
 
     def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
+
+
+def imported_path(names: Iterable[Any]) -> str:
+    """Return the path in Lightning or in this package among the qualified names of a node; empty if it has none."""
+    paths = sorted(one.name for one in names if one.source is QualifiedNameSource.IMPORT)  # Lightning's first
+    return next((path for path in paths if lightning_root(path) or path.startswith("trainer.")), "")
 
 
 def _literal(node: cst.BaseExpression) -> object:
@@ -210,7 +210,7 @@ class _NamesOfAClass(cst.CSTVisitor):
         self.found.add(node.name.value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        self.found.add((get_full_name_for_node(node.target) or "").removeprefix("self."))
+        self.found.add(str(get_full_name_for_node(node.target)).removeprefix("self."))
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        self.found.add((get_full_name_for_node(node.target) or "").removeprefix("self."))
+        self.found.add(str(get_full_name_for_node(node.target)).removeprefix("self."))

@@ -1,4 +1,4 @@
-"""Names of Lightning 1 that Lightning 2 has no more, and what to use instead: strings only.
+"""Names of Lightning 1 that Lightning 2 has removed, and what to use instead: strings only.
 
 A run does not know them: they are read by `trainer migrate` alone.
 """
@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "Logger": {
         **dict.fromkeys(
             ("agg_key_funcs", "agg_default_func"), "self.log(reduce_fx=), and super().__init__() without it"
-        ),
+        )
     },
     "ModelCheckpoint": {
         "filepath": "dirpath= and filename=",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,9 @@ NOT_THERE = {
 PUBLIC = ("trainer.callbacks", "trainer.strategies", "trainer.tuner")
 """Packages whose names are written with their own paths."""
 
+NAME_HERE = re.compile(r"([^ ]*:[^ ]*)?")
+"""A target of NAMES that is a module and a name, or empty, and not advice."""
+
 UNKNOWN = "one of the names of docs/lightning-names.md: this one is not here"
 
 
@@ -107,7 +111,7 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
 
 
 def lightning_root(path: str) -> str | None:
-    """Return the package of Lightning's to which a dotted path belongs; None for paths of others."""
+    """Return the package of Lightning's that a dotted path belongs to; None for other paths."""
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
 
 
@@ -136,17 +140,14 @@ def name_here(module: str, name: str) -> Place:
     inside = module_here(module)
     known = RENAMED.get(name, name)
     target = NAMES.get(f"{inside.path.partition('.')[2]}.{name}", NAMES.get(known, ""))
-    if target and (" " in target or ":" not in target):
+    if not NAME_HERE.fullmatch(target):
         return Place("", target)
-    if known in trainer.__all__:
-        return Place(f"trainer.{known}")
-    home = target.partition(":")[0]
-    if home in PUBLIC and target.endswith(f":{known}"):
-        return Place(f"{home}.{known}")
-    if target:  # Lightning's path is served
-        return Place(f"{inside.path or 'trainer.utilities'}.{known}")
-    if known in callbacks("Logger"):
-        return Place(f"trainer.loggers.{known}")
-    if known in callbacks("Callback"):
-        return Place(f"trainer.callbacks.{known}")
-    return Place("", inside.instead or UNKNOWN)
+    packages = [
+        ("trainer", known in trainer.__all__),
+        *((package, target == f"{package}:{known}") for package in PUBLIC),
+        (inside.path or "trainer.utilities", target != ""),  # Lightning's path is served
+        ("trainer.loggers", known in callbacks("Logger")),
+        ("trainer.callbacks", known in callbacks("Callback")),
+    ]
+    home = next((package for package, has_it in packages if has_it), None)
+    return Place("", inside.instead or UNKNOWN) if home is None else Place(f"{home}.{known}")

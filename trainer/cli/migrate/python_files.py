@@ -1,21 +1,20 @@
-"""Rewrite the imports, names and arguments of a Python file, keeping everything else as it is written."""
+"""Rewrite the imports, names and arguments of a Python file, keeping everything else unchanged."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from trainer.cli.migrate.decisions import Finding, decisions
+from trainer.cli.migrate.decisions import Finding, decisions, imported_path
 from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, lightning_root, module_here, name_here
 from trainer.compat.names import EXPORTS
 
 WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))
-"""Packages from which `import *` takes what Lightning's exports."""
+"""Packages whose `import *` gives the names that Lightning's exports."""
 
 
 def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, list[Finding]]:
@@ -53,7 +52,7 @@ class _NamesOfTheFile(cst.CSTVisitor):
 
 
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites a file. `kept`: the names that stay as they are."""
+    """Rewrites a file. `kept`: the names that stay unchanged."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
@@ -87,8 +86,9 @@ class _Rewriter(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
         module = get_full_name_for_node(original_node.module) if original_node.module else None
-        if original_node.relative or not module or lightning_root(module) is None:
+        if original_node.relative or lightning_root(str(module)) is None:
             return updated_node
+        module = str(module)
         home, instead = module_here(module)
         if isinstance(updated_node.names, cst.ImportStar):
             if home in WITH_ALL:
@@ -110,15 +110,14 @@ class _Rewriter(cst.CSTTransformer):
 
     def _imported(self, alias: cst.ImportAlias) -> cst.ImportAlias:
         names = RENAMED if alias.asname else self.renamed
-        new = names.get(alias.evaluated_name)
-        return alias if new is None else alias.with_changes(name=cst.Name(new))
+        return alias.with_changes(name=cst.Name(names.get(alias.evaluated_name, alias.evaluated_name)))
 
     # ------------------------------------------------------------------ names
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        new = self.renamed.get(original_node.value)
-        if new is not None and self._is_lightnings(original_node, original_node.value):
-            return updated_node.with_changes(value=new)
+        name = original_node.value
+        if name in self.renamed and self._is_lightnings(original_node, name):
+            return updated_node.with_changes(value=self.renamed[name])
         return updated_node
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
@@ -144,43 +143,36 @@ class _Rewriter(cst.CSTTransformer):
     # ------------------------------------------------------------------ arguments
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        paths = [path for path in self._imported_as(original_node.func) if lightning_root(path) or "trainer." in path]
-        kind = next((path.rpartition(".")[2] for path in paths), "")
+        kind = self._path(original_node.func).rpartition(".")[2]
         if kind not in ARGUMENTS:
             return updated_node
         given = {arg.keyword.value for arg in updated_node.args if arg.keyword}
         args: list[cst.Arg] = []
         for original, arg in zip(original_node.args, updated_node.args, strict=True):
-            new = _argument(kind, arg, given)
-            if new != [arg] and original.keyword is not None:
+            new = [arg] if original.keyword is None else _argument(kind, arg, original.keyword.value, given)
+            if new != [arg]:
                 line = self.get_metadata(PositionProvider, original).start.line
-                self.rewritten.add((line, original.keyword.value))
+                self.rewritten.add((line, cst.ensure_type(original.keyword, cst.Name).value))
             args += new
         return updated_node.with_changes(args=args)
 
     # ------------------------------------------------------------------ helpers
 
-    def _imported_as(self, node: cst.CSTNode) -> set[str]:
-        return imported_as(self.get_metadata(QualifiedNameProvider, node, set()))
+    def _path(self, node: cst.CSTNode) -> str:
+        return imported_path(self.get_metadata(QualifiedNameProvider, node, ()))
 
     def _is_lightnings(self, node: cst.CSTNode, name: str) -> bool:
         """Whether a node is the name `name`, imported from Lightning."""
-        return any(lightning_root(path) and path.endswith(f".{name}") for path in self._imported_as(node))
+        path = self._path(node)
+        return lightning_root(path) is not None and path.endswith(f".{name}")
 
     def _add(self, node: cst.CSTNode, what: str, instead: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, f"use {instead}"))
 
 
-def imported_as(names: Iterable[Any]) -> set[str]:
-    """Return the imported paths among the qualified names of a node."""
-    return {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
-
-
-def _argument(kind: str, arg: cst.Arg, given: Collection[str]) -> list[cst.Arg]:
-    """Return what an argument is here, if that is known to be the same; else the argument itself."""
-    if arg.keyword is None:
-        return [arg]
-    name, value = arg.keyword.value, cst.Module([]).code_for_node(arg.value)
+def _argument(kind: str, arg: cst.Arg, name: str, given: Collection[str]) -> list[cst.Arg]:
+    """Return the arguments that mean the same here, if they are known; else the argument itself."""
+    value = cst.Module([]).code_for_node(arg.value)
     if name == "gpus" and value.strip("0").isdigit() and {"accelerator", "devices"}.isdisjoint(given):
         comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         first = arg.with_changes(keyword=cst.Name("accelerator"), value=cst.SimpleString('"gpu"'), comma=comma)

@@ -18,10 +18,13 @@ from trainer.config.tree import KEYS
 GPUS = ("accelerator", "devices")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
+DOTTED = re.compile(rf"({'|'.join(CLASSES)})\.")
 SEED = "use 'seed:' under 'trainer:', with a number"
 MODULE = "use 'module:' for 'trainer fit', with the class as 'class_path:'"
-DOTS = "no key with dots here: write NAME: {NAME: ...}"
-UNKNOWN = "no key of a configuration here: a value for several places is a reference, ${KEY.NAME}, to one of them"
+UNKNOWN = (
+    "not a key of a configuration here: write NAME: {NAME: ...} for one with dots, and use a reference, ${KEY.NAME}, "
+    "for a value in several places"
+)
 PLAIN = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 YAML_11 = "a text in YAML 1.1, which LightningCLI reads, and {} here: write it in quotes if it is a text"
 Change = tuple[int, int, str]
@@ -58,7 +61,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     for document in _documents(text):
         if _is_of_cli(document) and "module" not in _entries(document):
             values.rewrite_plain_values(document)
-    text = values.changed()  # by themselves: lines with such values may be moved
+    text = values.changed()  # first, because lines with such values may be moved
     rewriter = _Rewriter(text)
     for document in _documents(text):
         for node in _nodes(document):
@@ -80,9 +83,8 @@ def _is_of_cli(document: yaml.Node) -> bool:
         return False
     if "seed_everything" in entries or (inside.get("trainer") and entries.keys() <= {*KEYS, "model"}):
         return True
-    if any("." in name and name.partition(".")[0] in CLASSES for name in entries):
-        return True
-    return any({"class_path", *ARGUMENTS_KEYS} & one.keys() for one in inside.values())
+    of_classes = {"class_path", *ARGUMENTS_KEYS}
+    return any(map(DOTTED.match, entries)) or any(of_classes & one.keys() for one in inside.values())
 
 
 class _Rewriter:
@@ -113,15 +115,13 @@ class _Rewriter:
 
     def rewrite_class(self, entries: Entries, mapping: yaml.Node) -> None:
         """Rewrite a class that is written with its arguments."""
-        if {"class_path", "dict_kwargs"} <= entries.keys():  # jsonargparse keeps the arguments of **kwargs apart
-            key = entries["dict_kwargs"][0]
-            if "init_args" in entries:
-                self._add(key, "dict_kwargs", "write these arguments among those of init_args")
-            else:
-                self._replace(key, "init_args")
+        if {"class_path", "init_args", "dict_kwargs"} <= entries.keys():
+            self._add(entries["dict_kwargs"][0], "dict_kwargs", "write these arguments among those of init_args")
+        elif {"class_path", "dict_kwargs"} <= entries.keys():  # jsonargparse keeps the arguments of **kwargs apart
+            self._replace(entries["dict_kwargs"][0], "init_args")
         inside = [entries[one][1] for one in entries.keys() & ARGUMENTS_KEYS]
         for name_of_key, arguments in (("class_path", inside), ("_target_", [mapping])):
-            path = entries[name_of_key][1] if name_of_key in entries else None
+            _, path = entries.get(name_of_key, (None, None))
             if isinstance(path, yaml.ScalarNode):
                 self._rewrite_path(path, arguments)
 
@@ -134,13 +134,12 @@ class _Rewriter:
             self._add(path, path.value, f"use {place.instead}")
         elif is_lightnings:
             self._replace(path, place.path)
-        for node in arguments if is_lightnings or module.startswith("trainer") else ():
-            self._rewrite_arguments(name, node)
+        if is_lightnings or module.startswith("trainer"):
+            self._rewrite_arguments(name, arguments)
 
     def rewrite_keys(self, entries: Entries, document: yaml.Node) -> None:
         """Rewrite the arguments of the trainer, and the other keys at the top of a file of LightningCLI."""
-        if "trainer" in entries:
-            self._rewrite_arguments("Trainer", entries["trainer"][1])
+        self._rewrite_arguments("Trainer", [value for name, (_, value) in entries.items() if name == "trainer"])
         if not _is_of_cli(document):
             return
         if "seed_everything" in entries and not self._move_seed(entries, document):
@@ -153,18 +152,19 @@ class _Rewriter:
                 self._add(key, "model", MODULE)
         for name, (key, _) in entries.items():
             if name not in (*KEYS, "model", "seed_everything"):
-                self._add(key, name, DOTS if "." in name else UNKNOWN)
+                self._add(key, name, UNKNOWN)
 
-    def _rewrite_arguments(self, kind: str, arguments: yaml.Node) -> None:
-        given = _entries(arguments)
-        for name, (key, value) in given.items():
-            new = ARGUMENTS.get(kind, {}).get(name)
-            if new is not None and new not in given:
-                self._replace(key, new)
-            elif kind == "Trainer" and self._rewrite_value(key, value, given, _in_braces(arguments)):
-                continue
-            elif (words := argument_words(kind, name, _plain(value))) is not None:
-                self._add(key, f"{kind}({name}=)", f"use {words}")
+    def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
+        """Rewrite the arguments of a class in these mappings."""
+        for arguments, given in [(mapping, _entries(mapping)) for mapping in mappings]:
+            for name, (key, value) in given.items():
+                new = ARGUMENTS.get(kind, {}).get(name)
+                if new is not None and new not in given:
+                    self._replace(key, new)
+                elif kind == "Trainer" and self._rewrite_value(key, value, given, _in_braces(arguments)):
+                    continue
+                elif (words := argument_words(kind, name, _plain(value))) is not None:
+                    self._add(key, f"{kind}({name}=)", f"use {words}")
 
     def _rewrite_value(self, key: yaml.ScalarNode, value: yaml.Node, given: Entries, in_braces: bool) -> bool:
         """Rewrite an argument that is another one here, with another value; return whether there is such a one."""
@@ -172,47 +172,44 @@ class _Rewriter:
             between, quote = ", " if in_braces else f"\n{' ' * key.start_mark.column}", key.style or ""
             self._replace(key, f"accelerator{quote}: {quote}gpu{quote}{between}{quote}devices")
             return True
-        new, written = VALUES.get((key.value, repr(_plain(value))), ("", ""))
-        if not new or new in {*given} - {key.value} or not isinstance(value, yaml.ScalarNode) or not value.value:
+        new, written = VALUES.get((key.value, repr(_plain(value))), (key.value, ""))
+        if not isinstance(value, yaml.ScalarNode) or not (written and value.value) or new in {*given} - {key.value}:
             return False
         meant = literal_eval(written)
         self._replace(key, new)
-        self._replace(
-            value, json.dumps(meant) if key.style and not value.style else yaml.safe_dump(meant).splitlines()[0]
-        )
+        as_json = key.style and not value.style
+        self._replace(value, json.dumps(meant) if as_json else yaml.safe_dump(meant).splitlines()[0])
         return True
 
     def _move_seed(self, entries: Entries, document: yaml.Node) -> bool:
         """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
         key, number = entries["seed_everything"]
-        settings = entries["trainer"][1] if "trainer" in entries else None
         if type(_plain(number)) is not int or _in_braces(document) or key.start_mark.column:
             return False
         line = self._line_of(key)
-        if settings is None:
-            self.changes.add(
-                (key.start_mark.index, len(line), "trainer:\n" + line.replace("seed_everything", "  seed", 1))
-            )
+        if "trainer" not in entries:
+            self._change(key.start_mark.index, len(line), "trainer:\n" + line.replace("seed_everything", "  seed", 1))
             return True
+        settings = entries["trainer"][1]
         if _in_braces(settings) or not _entries(settings) or "seed" in _entries(settings):
             return False
         first = settings.value[0][0].start_mark
         moved = line.rstrip("\r\n").replace("seed_everything", "seed", 1)
-        self._remove_line(key)
-        self.changes.add((first.index, 0, f"{moved}\n{' ' * first.column}"))
+        self._change(key.start_mark.index, len(line), "")
+        self._change(first.index, 0, f"{moved}\n{' ' * first.column}")
         return True
 
     def _line_of(self, key: yaml.Node) -> str:
         """Return the line on which a key stands first, with its end."""
         return self.text[key.start_mark.index - key.start_mark.column :].splitlines(keepends=True)[0]
 
-    def _remove_line(self, key: yaml.Node) -> None:
-        self.changes.add((key.start_mark.index - key.start_mark.column, len(self._line_of(key)), ""))
+    def _change(self, start: int, length: int, new: str) -> None:
+        self.changes.add((start, length, new))
 
     def _replace(self, node: yaml.ScalarNode, new: str) -> None:
         """Replace a text, keeping the quotes around it, and an anchor before it."""
         end = len(self.text[: node.end_mark.index].rstrip("'\" \t\r\n"))
-        self.changes.add((end - len(node.value), len(node.value), new))
+        self._change(end - len(node.value), len(node.value), new)
 
     def _add(self, node: yaml.Node, what: str, todo: str) -> None:
         self.findings.append(Finding(node.start_mark.line + 1, what, todo))

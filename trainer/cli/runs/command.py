@@ -127,7 +127,7 @@ def _condition(text: str, known: list[str]) -> Callable[[RunSummary], bool]:
     """Return whether a filter holds for a run, as a function.
 
     Raises:
-        ConfigError: it is no condition, or no run has the name.
+        ConfigError: it is not a condition, or no run has the name.
     """
     match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", text)
     if match is None:

@@ -25,7 +25,7 @@ OF_CHECKPOINTS = (
     *("*/manifest.json", "*/checkpoint.json", "*/*.safetensors", "last.json", "best.json"),
     *(".tmp-*", ".old-*", ".del-*"),  # left by a process that was killed
 )
-"""Files by which a folder of checkpoints is known, as patterns."""
+"""Patterns of files that show a folder to have checkpoints."""
 METRICS_SHOWN = 3
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
@@ -112,7 +112,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
         ends = {name: points[-1] for name, points in read_metrics(path).items()}
         one.metrics = {name: value for name, (_, value) in ends.items()}
         one.step = max((step for step, _ in ends.values()), default=None)
-    if is_locked(path) or is_locked(checkpoints):
+    if any(map(is_locked, (path, checkpoints))):
         one.state = "running"
         one.seconds = None if one.began is None else time.time() - one.began
     one.hyperparameters = _hyperparameters_of(path, checkpoints / next(iter(infos), ""))
@@ -120,7 +120,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
 
 
 def _hyperparameters_of(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """Return the hyperparameters that a logger has written, or else those of a checkpoint."""
+    """Return the hyperparameters that a logger has written, or else a checkpoint's."""
     saved = read_json(checkpoint / "checkpoint.json").get("hyperparameters")
     saved = saved if isinstance(saved, dict) else {}
     of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
@@ -132,7 +132,7 @@ def _fill_in_times(one: RunSummary, infos: dict[str, dict[str, Any]]) -> None:
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(one.path)]
         one.began, one.seconds = min(times), max(times) - min(times)
-        # A run that is resumed writes its files again, so their times may be those of its latest start.
+        # A resumed run writes its files again, so their times may be later than its first start.
         one.began = min([one.began, *(info["began"] / 1e9 for info in infos.values() if info["began"])])
 
 
@@ -154,24 +154,22 @@ def _is_number(value: Any) -> bool:
 
 def is_locked(folder: Path) -> bool:
     """Whether a training writes to the folder now."""
-    if not (folder / ".lock").is_file():
-        return False
     lock = FolderLock(folder)
-    try:
-        holder = lock.acquire(timeout=0)
-    except OSError:
-        return False
-    lock.release()
-    return holder is not None
+    with suppress(OSError):
+        if (folder / ".lock").is_file():
+            holder = lock.acquire(timeout=0)
+            lock.release()
+            return holder is not None
+    return False
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         found = json.loads(_text_of(file))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _text_of(file: Path) -> str:
@@ -196,11 +194,11 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 def _row_of_json(line: str) -> dict[str, Any]:
     """Return the values of a line; none of a damaged line, and of one with media, which have a kind."""
-    try:
+    with suppress(ValueError, RecursionError):
         row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) and not isinstance(row.get("kind"), str) else {}
+        if isinstance(row, dict) and not isinstance(row.get("kind"), str):
+            return row
+    return {}
 
 
 def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None:
@@ -214,7 +212,7 @@ def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None
 
 
 def main_metrics(names: Iterable[str]) -> list[str]:
-    """Return the names of a few metrics for a table, those of validation first."""
+    """Return the names of a few metrics for a table, validation first."""
     return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.arguments import local_path, make_folder
 from trainer.cli.columns import print_fitted
@@ -12,9 +11,6 @@ from trainer.cli.options import CommandParser, size
 from trainer.cli.run import Job, run_command
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 EXAMPLES = """\
   trainer tune lr --config run.yaml
@@ -61,65 +57,59 @@ def run(arguments: list[str]) -> int:
     if which not in SEARCHES:
         hint = did_you_mean(which, SEARCHES)
         return usage_error(f"trainer tune {which}: give lr, batch-size or throughput.{hint}")
-    if not rest:
-        return usage_error(
-            f"nothing to tune: give a configuration, trainer tune {which} --config run.yaml, or a module, "
-            f"trainer tune {which} --module file.py:Class. See trainer tune --help."
-        )
     parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
-    for option, kind in OPTIONS[which].items():
-        parser.add_argument(option, type=kind)
+    for option, (argument, kind) in OPTIONS[which].items():
+        parser.add_argument(option, dest=argument, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
     except ConfigError as error:
         return usage_error(str(error))
-    return run_command("tune", others, EXAMPLES, lambda job: SEARCHES[which](job, own))
+    given = {name: value for name, value in vars(own).items() if value is not None}
+    return run_command("tune", others, EXAMPLES, lambda job: SEARCHES[which](job, **given))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "lr": {"--min-lr": float, "--max-lr": float, "--steps": int, "--mode": str, "--plot": str},
-    "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": size},
-    "throughput": {"--steps": int},
+OPTIONS: dict[str, dict[str, tuple[str, Any]]] = {
+    "lr": {
+        "--min-lr": ("min_lr", float),
+        "--max-lr": ("max_lr", float),
+        "--steps": ("num_training", int),
+        "--mode": ("mode", str),
+        "--plot": ("plot", str),
+    },
+    "batch-size": {
+        "--mode": ("mode", str),
+        "--name": ("batch_arg_name", str),
+        "--steps": ("steps_per_trial", int),
+        "--first": ("init_val", int),
+        "--max": ("max_val", int),
+        "--memory-limit": ("memory_limit", size),
+    },
+    "throughput": {"--steps": ("steps_per_trial", int)},
 }
+"""Options of each search -> the argument of the tuner's method, and the type of its value."""
 
 
-def _given(options: Namespace, names: dict[str, str]) -> dict[str, Any]:
-    """Return the given options, by the names of the arguments they stand for."""
-    return {name: value for option, name in names.items() if (value := getattr(options, option)) is not None}
-
-
-def _tune_lr(job: Job, options: Namespace) -> None:
+def _tune_lr(job: Job, plot: str | None = None, **given: Any) -> None:
     from trainer.tuner import Tuner
 
-    names = {"min_lr": "min_lr", "max_lr": "max_lr", "steps": "num_training", "mode": "mode"}
-    plot: Path | None = None if options.plot is None else local_path(options.plot, "--plot")
-    if plot is not None:
-        make_folder(plot.absolute().parent, "--plot")
-    found = Tuner(job.trainer).lr_find(job.module, datamodule=job.data, update_attr=False, **_given(options, names))
+    if plot:
+        make_folder(local_path(plot, "--plot").absolute().parent, "--plot")
+    found = Tuner(job.trainer).lr_find(job.module, datamodule=job.data, update_attr=False, **given)
     if detect_environment().rank != 0:  # the trainer itself has not joined the others: its trials have
         return
     suggestion, points = found.suggestion(), len(found.results["lr"])
-    if plot is not None:
-        found.plot(suggest=True).savefig(plot)
-        print(f"curve: {plot}")
+    if plot:
+        found.plot(suggest=True).savefig(local_path(plot))
+        print(f"curve: {local_path(plot)}")
     if suggestion is None:
         raise ConfigError(f"{found.stopped}.")
     print(f"learning rate: {suggestion:.3g}  ({points} points, {len(found.falls)} constant rates)")
 
 
-def _tune_batch_size(job: Job, options: Namespace) -> None:
+def _tune_batch_size(job: Job, **given: Any) -> None:
     from trainer.tuner import Tuner
 
-    names = {
-        "mode": "mode",
-        "name": "batch_arg_name",
-        "steps": "steps_per_trial",
-        "first": "init_val",
-        "max": "max_val",
-        "memory_limit": "memory_limit",
-    }
     tuner = Tuner(job.trainer)
-    given = _given(options, names)
     largest = tuner.scale_batch_size(job.module, datamodule=job.data, **given)
     assert tuner.batch_sizes is not None
     if detect_environment().rank != 0:
@@ -131,10 +121,9 @@ def _tune_batch_size(job: Job, options: Namespace) -> None:
     print(f"above {tuner.batch_sizes.worthwhile}, the samples per second grow by less than 5 %")
 
 
-def _tune_throughput(job: Job, options: Namespace) -> None:
+def _tune_throughput(job: Job, **given: Any) -> None:
     from trainer.tuner import Tuner
 
-    given = _given(options, {"steps": "steps_per_trial"})
     found = Tuner(job.trainer).throughput(job.module, datamodule=job.data, **given)
     if detect_environment().rank != 0:
         return
