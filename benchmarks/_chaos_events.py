@@ -1,4 +1,4 @@
-"""Events that disturb a training: a class for each kind, with the exit codes to which it may lead."""
+"""Events that disturb a training: one class per kind, with the exit codes that it may cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BALLAST = "ballast"
 
 @dataclass(frozen=True)
 class Event:
-    """An event as it was drawn."""
+    """A drawn event."""
 
     kind: Kind
     rank: int
@@ -31,7 +31,7 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """Return the options with which the training is started."""
+        """Return the options for starting the training."""
         return self.details.get("options", {})
 
     def environment(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ class Kind:
         return {}
 
     def codes(self, event: Event) -> set[int]:
-        """Return the exit codes that it may lead to, besides 0, as a shell shows them."""
+        """Return the exit codes that it may cause, besides 0, as a shell shows them."""
         return self.expected
 
     def happen(self, event: Event, processes: Processes, folder: Path) -> None:
@@ -131,7 +131,7 @@ class Stop(Kind):
 
     def codes(self, event: Event) -> set[int]:
         name = event.details["signal"]
-        # Before the script has made its Trainer the signal has its default action. Only of SIGUSR1 is the code another.
+        # Before the script has created its Trainer, the signal has its default action. Only SIGUSR1's code differs.
         return {STOPS[name], 128 + signal.Signals[name]} if event.early else {STOPS[name]}
 
     def happen(self, event: Event, processes: Processes, folder: Path) -> None:
@@ -153,7 +153,7 @@ class Pause(Kind):
 
 
 class Hang(Kind):
-    """Longer than the watchdog waits, but for one that was saving: then nothing has to happen."""
+    """Hang longer than the watchdog waits. In a rank that was saving, nothing has to happen."""
 
     name = "hang a rank"
     expected = {1, 137}
@@ -192,7 +192,7 @@ class FullDisk(Kind):
 
 
 class SmallFiles(Kind):
-    """Let writes beyond some bytes of a file fail, in a rank that runs."""
+    """Make writes beyond some bytes of a file fail, in a running rank."""
 
     name = "limit the size of files"
     expected = {1, 120}

@@ -1,4 +1,4 @@
-"""The processes of one start of a training: its launcher, ranks and data workers, and what they leave (Linux)."""
+"""The processes of one start of a training: its launcher, ranks and data workers, and their leftovers (Linux)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 class Processes:
-    """All processes that have inherited the mark in their environment, whoever their parent is by now."""
+    """All processes that inherited the mark in their environment, whatever their current parent."""
 
     def __init__(self, running: Running, mark: str, launched: bool, world_size: int) -> None:
         self.running, self.launched, self.world_size = running, launched, world_size
@@ -34,7 +34,7 @@ class Processes:
         return found
 
     def rank(self, number: int) -> int | None:
-        """Return the process of a rank; None if there is none now."""
+        """Return the process of a rank; None if there is not one now."""
         if not self.launched:
             return self.running.pid if self.is_running() else None
         try:
@@ -60,14 +60,14 @@ class Processes:
         return self.is_running()
 
     def send(self, number: int, *pids: int | None) -> None:
-        """Send a signal to those of the processes that still exist."""
+        """Send a signal to the processes that still exist."""
         for pid in pids:
             if pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
     def reachable(self) -> list[str]:
-        """Return the addresses, in the notation of /proc, at which these processes listen to other machines."""
+        """Return the addresses, in the notation of /proc, where these processes listen to other machines."""
         sockets = {link for pid in self.all() for link in _links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:")}
         found = []
         for table in ("tcp", "tcp6"):
@@ -79,7 +79,7 @@ class Processes:
         return found
 
     def left_behind(self) -> list[str]:
-        """Wait for all processes to end; kill those that do not, and return their command lines."""
+        """Wait for all processes to end; kill the others, and return their command lines."""
         deadline = time.monotonic() + GONE_S
         while (left := self.all()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -93,7 +93,7 @@ class Processes:
 
     @staticmethod
     def left_in_shared_memory(before: set[str]) -> list[str]:
-        """Return what is new in /dev/shm and stays there; other programs' is gone soon."""
+        """Return new segments that stay in /dev/shm; other programs' segments disappear soon."""
         deadline = time.monotonic() + 5
         while (new := Processes.shared_memory() - before) and time.monotonic() < deadline:
             time.sleep(0.5)

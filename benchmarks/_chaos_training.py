@@ -1,6 +1,6 @@
-"""A small training in which everything is random; it saves often and resumes, on any strategy and store.
+"""A small, fully random training; it saves often and resumes, on any strategy and store.
 
-Disturbed anywhere and started again until it ends, it has to end with the bits of an undisturbed run.
+However it is disturbed and restarted, it has to end with the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def jump_clock(seconds: float, folder: Path) -> None:
 
 
 def register_flaky_store(rate: float, delay: float, seed: int) -> None:
-    """Make `flaky://` URLs an object store in a local folder, of whose calls this fraction fails and all are slow."""
+    """Make `flaky://` URLs an object store in a local folder. All calls are slow, and this fraction fails."""
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
@@ -134,7 +134,7 @@ def register_flaky_store(rate: float, delay: float, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train to the end, from the last checkpoint in the folder on."""
+    """Train to the end, starting from the last checkpoint in the folder."""
     options = parse(arguments)
     torch.set_num_threads(1)
     dirpath = None

@@ -69,14 +69,14 @@ def reset_peak(device: str) -> None:
 
 
 def peak(device: str) -> str:
-    """Return the largest memory since `reset_peak`, in GiB; empty where it is not known."""
+    """Return the largest memory since `reset_peak`, in GiB; empty if unknown."""
     return f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device == "cuda" else ""
 
 
 def train(strategy: str, device: str, devices: int, samples: int, steps: int, small: bool) -> tuple[Any, float, str]:
     """Train with `samples` in a step over all `devices`; return this process's losses, seconds per step and peak.
 
-    The processes have to be there already, as in a function given to `trainer.launch`.
+    The processes must already exist, as in a function given to `trainer.launch`.
     """
     reset_peak(device)
     torch.manual_seed(0)

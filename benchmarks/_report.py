@@ -63,7 +63,7 @@ class Times:
         self.pieces += own.pieces
 
     def undisturbed(self) -> float:
-        """Return the 10th percentile over pieces: close to the time on an idle machine, even on one that others use."""
+        """Return the 10th percentile over pieces: close to the time on an idle machine, even if others use it."""
         return sorted(self.pieces)[len(self.pieces) // 10] if self.pieces else math.nan
 
     def ratio(self, kind: str = "cpu") -> float:
@@ -124,7 +124,7 @@ class Report:
         return "\n".join(lines)
 
     def page(self) -> str:
-        """Return the table with everything that is needed to reproduce it."""
+        """Return the table with everything needed to reproduce it."""
         at = surroundings()
         head = f"# {self.name}\n\n{self.what}\n\n`{at['command']}`\n\n"
         rounds = min((len(t.cpu) for t in self.results.values() if t.cpu), default=0)

@@ -136,7 +136,7 @@ def hand_written_validation(task: Task, clock: Clock, folder: Path) -> None:
 
 
 def train_with(engine: Any, task: Task, model: Any, optimizer: Any, data: Any) -> None:
-    """Train with the loop of the docs of Lightning's Fabric, whose names our Engine has, too."""
+    """Train with the loop from the docs of Lightning's Fabric; our Engine has the same names."""
     model.train()
     for number, (x, y) in enumerate(data, 1):
         last = number % task.accumulate == 0

@@ -1,4 +1,4 @@
-"""A model so small that a step takes as long as the host does: the work of `benchmarks gpu --part overhead`."""
+"""A model so small that the host determines the time of a step: the work of `benchmarks gpu --part overhead`."""
 
 from __future__ import annotations
 

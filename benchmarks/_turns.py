@@ -85,7 +85,7 @@ def take_turns(
 ) -> None:
     """Fill the report: each contender between two runs of the loop, in a new order every round.
 
-    One that fails is left out, and the report says why.
+    A failed contender is left out, and the report says why.
     """
     wanted = [c for c in contenders if not only or any(text.lower() in c.name.lower() for text in only)]
     report.results = {loop.name: Times(), **{c.name: Times() for c in wanted}}

@@ -1,4 +1,4 @@
-"""Time that averaged weights (EMA) add to a step of the model of `examples/gpt`.
+"""Time that averaged weights (EMA) add to a step of the `examples/gpt` model.
 
 The Transformer of that example's configuration: 3 layers of width 96, contexts of 64 tokens, batches of 16, AdamW, one
 thread; random tokens in memory, everything off. The run without an average stands for the hand-written loop.

@@ -1,6 +1,6 @@
 """Memory and time to build a sharded module, on each process, from `configure_model` until the shards exist.
 
-"Peak" is how far the resident memory rose above what it was after a tiny module, on rank 0, on the other processes, and
+"Peak" is how far the resident memory rose above its level after a tiny module, on rank 0, on the other processes, and
 in sum if all of them run on one machine. Everything is on the CPU, where the shards are part of it; the C library is
 set to return freed memory at once.
 """

@@ -49,7 +49,7 @@ class Start:
         return [*([self.before] if self.before else []), *self.during]
 
     def codes(self) -> set[int]:
-        """Return the exit codes that these events may lead to, as a shell shows them: 143 for -15."""
+        """Return the exit codes that these events may cause, as a shell shows them: 143 for -15."""
         return {0}.union(*(event.kind.codes(event) for event in self.events))
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Start:
 
 @dataclass
 class Trial:
-    """A training of one strategy that is started until it ends, drawn from its seed alone."""
+    """A training of one strategy, determined by its seed, that is started until it ends."""
 
     seed: int
     strategy: str
@@ -108,7 +108,7 @@ class Runner:
         self.events = self.runs = 0
 
     def run(self, trial: Trial) -> list[str]:
-        """Run a trial to its end, and return what was wrong."""
+        """Run a trial to its end, and return its problems."""
         expected = self._expected(trial)
         self.say(f"trial {trial.seed}: {trial}")
         folder = self.folder / f"trial-{trial.seed}"
@@ -165,7 +165,7 @@ class Runner:
         return Processes(running, f"CHAOS={mark['CHAOS']}", launched, trial.processes)
 
     def _start(self, trial: Trial, start: Start, folder: Path) -> tuple[bool, list[str]]:
-        """Start the training once; return whether it has ended, and what was wrong."""
+        """Start the training once; return whether it has ended, and its problems."""
         self.runs += 1
         shared_memory = Processes.shared_memory()
         processes = self._processes(trial, start, folder)
@@ -212,22 +212,22 @@ def command_line(options: dict[str, Any]) -> list[str]:
 
 
 def python_path() -> dict[str, str]:
-    """Return the environment in which a process finds this repository."""
+    """Return an environment that lets a process import this repository."""
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def problems(folder: Path, undisturbed: Path) -> list[str]:
-    """Return differences from the undisturbed training, damaged checkpoints, and what is left behind in the folder."""
+    """Return differences from the undisturbed training, damaged checkpoints, and leftovers in the folder."""
     run = last_run(folder)
     directory = CheckpointDirectory(run / "checkpoints")
     found = compare_runs(undisturbed, run, ignore=[*IGNORED, "info.follows"])
     found += [problem for path in directory.list() for problem in verify_checkpoint(path)]
     found += [f"left behind: {path}" for path in leftovers(folder)]
-    # With another every_n_train_steps a ModelCheckpoint is another one, and leaves what the one before has written.
+    # A ModelCheckpoint with another every_n_train_steps is a different one, and keeps its predecessor's files.
     owners = [read_manifest(path).info.get("owner") for path in directory.list()]
     expected = len(CheckpointDirectory(undisturbed / "checkpoints").list())
     kept = owners.count(owners[-1]) if owners else 0
-    # Fewer where no saved step was validated, as with every_n_train_steps=5 to the end: those have no best ones.
+    # Fewer if no saved step was validated, as with every_n_train_steps=5 to the end: then there is not a best one.
     if not 1 <= kept <= expected:
         found.append(f"{kept} checkpoints are kept instead of {expected}: {[path.name for path in directory.list()]}")
     return found
@@ -245,7 +245,7 @@ def last_run(folder: Path) -> Path:
 
 
 def runnable(names: Sequence[str]) -> list[str]:
-    """Return those of the strategies that run here; say why the others do not."""
+    """Return the strategies that run here; say why the others do not."""
     found = []
     for name in names:
         kind = STRATEGIES[name]
@@ -263,7 +263,7 @@ def chaos(
     folder: Path | None = None,
     trials: int | None = None,
 ) -> list[str]:
-    """Run trials until the time is up, one at least, or `trials` of them; return all that was wrong."""
+    """Run trials until the time is up, at least one, or `trials` of them; return all problems."""
     names = runnable(strategies)
     base = folder or Path(tempfile.mkdtemp(prefix="chaos-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     runner = Runner(base, lambda text: print(text, flush=True), keep=folder is not None)

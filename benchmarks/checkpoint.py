@@ -45,7 +45,7 @@ DCP_KEPT, COPY = "DCP async_save, stager kept", "plain copy, into the same memor
 
 
 class Model(TrainModule):
-    """Blocks as in a transformer; AdamW has seen one step, so that all its state is there."""
+    """Blocks as in a transformer; AdamW has done one step, so that all its state exists."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Rounds(Callback):
         self._load(trainer)
 
     def _load(self, trainer: Trainer) -> None:
-        """Read one checkpoint in turn, from the memory in which the system keeps its files."""
+        """Read one checkpoint in turn, from the system's file cache."""
         path = self.folder / "checkpoint"
         foreground(trainer, path)
         for number in range(self.rounds + 1):
@@ -229,7 +229,7 @@ def give_memory_back() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Measure by how many bytes the resident memory rises at most, sampled every few milliseconds (Linux)."""
+    """Measure the largest rise of the resident memory in bytes, sampled every few milliseconds (Linux)."""
     peak, done = [0], threading.Event()
     page = os.sysconf("SC_PAGE_SIZE")
 
@@ -301,7 +301,7 @@ def main(arguments: list[str]) -> int:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     if not dist.is_initialized():
-        # DCP wants a process group, of one.
+        # DCP needs a process group, here with one process.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as folder:
         ways: dict[str, Way] = {

@@ -18,7 +18,7 @@ from benchmarks._turns import Clock, Contender
 def loop(task: Task, net_of: Sized, clock: Clock, folder: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(net_of(clock), gradient_as_bucket_view=True)  # as our strategy has it
+    model = DistributedDataParallel(net_of(clock), gradient_as_bucket_view=True)  # as in our strategy
     loop_over(task, step_with(model, optimizer_of(model)))
 
 

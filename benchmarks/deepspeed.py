@@ -54,6 +54,6 @@ def contenders(task: Task, net_of: Sized) -> list[Contender]:
 def main(arguments: list[str]) -> int:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        # Without the operator for shared memory, which DeepSpeed would compile for minutes; for both.
+        # For both, without the operator for shared memory, which DeepSpeed would compile for minutes.
         import_deepspeed("cpu").init_distributed(auto_mpi_discovery=False, verbose=False)
     return compare("deepspeed", __doc__, arguments, loop, contenders)

@@ -15,7 +15,7 @@ def loop(task: Task, net_of: Sized, clock: Clock, folder: Path) -> None:
 
     net = net_of(clock)
     mesh = init_device_mesh("cpu", (2,))
-    # The blocks that the strategy finds by itself.
+    # The blocks that the strategy finds automatically.
     from trainer.model.blocks import find_blocks
 
     for block in find_blocks(net).values():

@@ -1,7 +1,7 @@
-"""What a step costs function by function: the calls that ours makes and a hand-written loop does not, and the reverse.
+"""What a step costs function by function: the calls that only our loop or only a hand-written loop makes.
 
 A profiler counts the Python and C calls of the steps of `overhead`'s model. The counts are exact and do not depend on
-what else the machine does. The microseconds of CPU time are what the profiler measured in a function itself, without
+what else the machine does. The microseconds of CPU time are the profiler's measurements of a function itself, without
 the functions that it calls and without its own time for a call, which is calibrated. They depend on the machine.
 """
 

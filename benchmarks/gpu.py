@@ -1,11 +1,11 @@
 """Tests and figures on CUDA devices, as a report in Markdown: what `make test-gpu` runs.
 
 Runs in the interpreter that it is started with, makes no environment and needs no network. Each part has ten minutes in
-a process of its own; what is not installed is left out and named. Without a device the report names every test as
-skipped, and the exit code is 2. Parts: `tests` (those marked gpu), `strategies` (the suites over strategies, on CUDA),
-`overhead` (a step of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a GPT-2 of
-124 M parameters against a hand-written loop, with and without torch.compile), `saves` (how long a checkpoint blocks
-training, and what is lost beside one), `parallel` (the same GPT-2 on several devices, under each strategy).
+a separate process. Packages that are not installed are left out and named. Without a device the report names every test
+as skipped, and the exit code is 2. Parts: `tests` (those marked gpu), `strategies` (the suites over strategies, on
+CUDA), `overhead` (a step of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a
+GPT-2 of 124 M parameters against a hand-written loop, with and without torch.compile), `saves` (how long a checkpoint
+blocks training, and what is lost beside one), `parallel` (the same GPT-2 on several devices, under each strategy).
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ SUITES = (
 
 
 def strategies(device: str, small: bool) -> str:
-    """Run the suites over strategies on the devices. Where there are too few, processes share one, over sockets."""
+    """Run the suites over strategies on the devices. If there are too few, processes share one, over sockets."""
     os.environ["TESTS_DEVICE"] = device
     side_by_side = ("-n", "4", "--dist", "loadfile") if find_spec("xdist") is not None else ()
     return run_tests("-m", "not long", *side_by_side, *(SUITES[:1] if small else SUITES))
 
 
 def run_tests(*arguments: str | Path) -> str:
-    """Run pytest, and return the counts with the reasons of what was skipped or failed."""
+    """Run pytest, and return the counts, with the reasons for skips and failures."""
     if find_spec("pytest") is None:
         return "Left out: pytest is not installed."
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.xml")
-        # Other versions of torch than the tests' own warn of other things, and options of plugins may be unknown.
+        # Other versions of torch than the tests' own give other warnings, and options of plugins may be unknown.
         command = [sys.executable, "-m", "pytest", "-q", "-W", "default", f"--junitxml={result}", *map(str, arguments)]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
         return _of_junit(result)
@@ -104,7 +104,7 @@ def _of_junit(result: Path) -> str:
 
 
 def overhead(device: str, small: bool) -> str:
-    """Compare a step of a tiny model, with batches on the device, with that of a hand-written loop."""
+    """Compare a step of a tiny model, with batches on the device, with a hand-written loop's step."""
     from benchmarks._gpt2 import Stopwatch
 
     steps, rounds = (30, 1) if small else (3000, 7)
@@ -170,7 +170,7 @@ def _tiny_ways(device: str, steps: int) -> dict[str, Callable[[Any, str], None]]
 
 
 def gpt2(device: str, small: bool) -> str:
-    """Compare tokens per second and peak memory of a GPT-2 with those of a hand-written loop, in rounds, in turn."""
+    """Compare a GPT-2's tokens per second and peak memory with a hand-written loop's, in rounds, in turn."""
     from benchmarks._gpt2 import sizes
 
     _, context, layers, width = sizes(small)
@@ -183,7 +183,7 @@ def gpt2(device: str, small: bool) -> str:
 
 
 def _train_in_turn(device: str, small: bool, compiled: bool, rounds: int) -> list[list[str]]:
-    """Train by hand and with the trainer, in bf16-mixed, and with it in 8 bits where the device has them."""
+    """Train by hand and with the trainer, in bf16-mixed, and with the trainer in 8 bits if the device supports them."""
     import torch
 
     from benchmarks._gpt2 import GPT2, Stopwatch, peak, reset_peak, sizes, tokens
@@ -256,7 +256,7 @@ def saves(device: str, small: bool) -> str:
 
 
 def _beside_saves(device: str, small: bool) -> str:
-    """Compare the throughput of a GPT-2 that saves in the background with that of one that does not save."""
+    """Compare the throughput of a GPT-2 that saves in the background with one that does not save."""
     from benchmarks._gpt2 import GPT2, Stopwatch, tokens
     from benchmarks._task import OFF
     from trainer import Trainer
@@ -327,7 +327,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts, each in a process of its own, and write the report; 0 if all of them ended well."""
+    """Run the parts, each in a separate process, and write the report; return 0 if all succeeded."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--part", choices=["all", *PARTS], default="all")
     parser.add_argument("--report", type=Path, default=Path("gpu-report.md"))
@@ -366,7 +366,7 @@ def main(arguments: list[str]) -> int:
 
 
 def why_not() -> str:
-    """Return why nothing can be run with this interpreter; empty if it can."""
+    """Return why this interpreter cannot run anything; empty if it can."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"{sys.executable} has no {', '.join(missing)}. Install them there, or give PYTHON=another."
@@ -378,7 +378,7 @@ def why_not() -> str:
 
 
 def missing_device(device: str) -> str:
-    """Return why torch finds no such device, and what to do; empty if it does."""
+    """Return why torch does not find such a device, and the fix; empty if it does."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -390,7 +390,7 @@ def missing_device(device: str) -> str:
 
 
 def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
-    """Run one part; return its text, or how it ended, and whether it ended well."""
+    """Run one part; return its text, or its error, and whether it succeeded."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "part.md")
         command = [sys.executable, "-m", "benchmarks", "gpu", "--here", "--part", part, "--device", device]
@@ -402,7 +402,7 @@ def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
             try:
                 code = process.wait(TIME_LIMIT_S)
             except BaseException as error:
-                # With its own processes, which would keep the devices from the next part.
+                # Also its child processes, which would keep the devices from the next part.
                 os.killpg(process.pid, signal.SIGKILL)
                 if isinstance(error, subprocess.TimeoutExpired):
                     return f"**Not finished after {TIME_LIMIT_S:.0f} s.**", False
@@ -416,7 +416,7 @@ def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
 
 
 def machine(device: str) -> list[str]:
-    """Return the head of the report: the machine, its devices, and what is and is not installed."""
+    """Return the head of the report: the machine, its devices, and the packages that are and are not installed."""
     import torch
 
     at = surroundings()

@@ -1,8 +1,8 @@
 """Growth of times and memory with samples, names, callbacks, parameter groups, parameters, loaders, tensors and ranks.
 
-Each row has the CPU time (or the requests) at growing sizes, and the power of the size with which the last two grow:
+Each row has the CPU time (or the requests) at growing sizes, and the growth exponent between the last two:
 0 is no growth, 1 is in proportion. Sizes take turns, in rounds; the least of the rounds counts, because other processes
-only add time. Where the step of a hand-written loop grows, too, its row follows.
+only add time. If the step of a hand-written loop also grows, its row follows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def by_hand(module: Parts) -> float:
 def save_and_read(tensors: int, read: bool) -> float:
     """Return the CPU time of a save, or of a verified load, of small tensors in microseconds."""
     state = {"model": {f"layers.{number}.weight": torch.ones(4) for number in range(tensors)}}
-    gc.collect()  # what rounds before have left is not counted
+    gc.collect()  # leftovers of earlier rounds are not counted
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
         write_checkpoint(Path(folder) / "c", state)

@@ -2,7 +2,7 @@
 
 `from trainer import Trainer, TrainModule`, because `import trainer` alone is lazy. Two things that depend on chance are
 kept out of every measurement. Python reads bytecode, as it does for an installed package: a round before the first
-compiles what is new. And `gc.collect()` runs before the clocks: otherwise a pass of the garbage collector over all of
+compiles new files. And `gc.collect()` runs before the clocks: otherwise a pass of the garbage collector over all of
 torch's objects (85 ms) falls into the import that happens to come next.
 """
 

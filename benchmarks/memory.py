@@ -2,7 +2,7 @@
 
 Two figures are measured, both on the process with most. "Live": the bytes of all tensors that exist before the
 third step, when weights, gradients and optimizer states all exist, every storage counted once. "Peak": how far the
-resident memory of the process rose during the run, initial values and steps included, above what it was after all
+resident memory of the process rose during the run, initial values and steps included, above its level after all
 imports and a run of a tiny model. Everything is on the CPU, where offloading would gain nothing; the C library is set
 to return freed memory at once.
 """
@@ -107,7 +107,7 @@ class Model(TrainModule):
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of all storages; of sharded tensors, those of the local shard."""
+    """Return the bytes of all storages; for sharded tensors, of the local shard."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in local if tensor.device.type != "meta"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,9 +1,9 @@
-"""Time of a step beyond that of a hand-written loop: a tiny model, batches in memory, everything off and on.
+"""Extra time of a step over a hand-written loop: a tiny model, batches in memory, everything off and on.
 
 A multilayer perceptron 32-64-1 in batches of 32, SGD, one thread. The model's forward pass reads the clocks, so
 that set-up and tear-down do not count; the first tenth of the steps is left out. Every contender runs between two
 runs of the loop, in a new order each round; its ratio is the median over rounds of its time by theirs. Bars are drawn
-on a terminal (a pseudo-terminal that is read by another process).
+on a pseudo-terminal that another process reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor, context and pipeline parallel on two processes over gloo, against torch's own means in hand-written loops."""
+"""Tensor, context and pipeline parallel on two processes over gloo, against torch's own tools in hand-written loops."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def batches(number: int) -> list[Any]:
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW with a group for each kind of parameter, which its fused loops cannot mix."""
+    """Return an AdamW with a group for each kind of parameter, because its fused loops cannot mix them."""
     kinds: dict[type, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         kinds.setdefault(type(parameter.data), []).append(parameter)
@@ -316,7 +316,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _add_up(report: Report) -> None:
-    """Add the CPU times of the two processes, of which a stage of a pipeline computes more than the other."""
+    """Add the CPU times of the two processes, because one stage of a pipeline computes more than the other."""
     for times in report.results.values():
         for several in (times.cpu, times.loop_cpu):
             both = torch.tensor(several, dtype=torch.float64)

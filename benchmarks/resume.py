@@ -47,7 +47,7 @@ class Huge(Dataset[int]):
 
 
 class Own(Sampler[int]):
-    """A user's sampler, which has to be iterated from the beginning."""
+    """A user's sampler, which must be iterated from the start."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -104,7 +104,7 @@ def _first_of_torch(make: Callable[[int], Iterable[int]], samples: int, start: i
 
 
 def in_a_process(task: Callable[..., None], *args: Any) -> str:
-    """Return seconds, and MB of memory above that at the start of the process."""
+    """Return seconds, and MB of memory above the level at the start of the process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measured, args=(sender, task, *args))

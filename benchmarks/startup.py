@@ -1,7 +1,7 @@
-"""Time from the start of the process to the end of its first step, beyond that of a hand-written script.
+"""Extra time from the start of the process to the end of its first step, over a hand-written script.
 
-In all of them Python's garbage collector is off: a pass over torch's objects takes 85 ms, and falls into one process
-and not into another.
+Python's garbage collector is off in all of them: a pass over torch's objects takes 85 ms, and would happen in some
+processes only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         ratios=False,
         results={name: Times() for name in [LOOP, *names]},
     )
-    for name in [LOOP, *names]:  # compiles what is new
+    for name in [LOOP, *names]:  # compiles new files
         _once(name)
     for number in range(options.rounds):
         random.Random(number).shuffle(names)

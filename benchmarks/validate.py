@@ -1,4 +1,4 @@
-"""Time of a validation batch beyond that of a hand-written loop: loss, and accuracy with torchmetrics.
+"""Extra time of a validation batch over a hand-written loop: loss, and accuracy with torchmetrics.
 
 A perceptron 32-64-10, 5,000 batches of 32 in memory, one thread. The loop does the same work: the mean loss weighted by
 samples, and torchmetrics' `MulticlassAccuracy.update`. Timed as in `overhead`.

@@ -1,4 +1,4 @@
-"""The texts: docstrings of Python's standard library labelled with their package, as a tokenizer's numbers."""
+"""The texts: docstrings of Python's standard library labelled with their package, as token ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def library_docstrings() -> list[tuple[str, str]]:
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
-    """Return a tokenizer of the commonest words of the texts."""
+    """Return a tokenizer with the most common words of the texts."""
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -58,8 +58,8 @@ class TextData(DataModule):
     """Texts and labels: every fifth text is for validation, the others are for training.
 
     Args:
-        tokenizer: a folder or name for `AutoTokenizer.from_pretrained`; None: one is made of the texts for training.
-        vocabulary: words of the tokenizer that is made.
+        tokenizer: a folder or name for `AutoTokenizer.from_pretrained`; None: build one from the training texts.
+        vocabulary: number of words in a new tokenizer.
         length: tokens read from a text.
         batch_size: texts per micro-batch and process.
     """

@@ -1,4 +1,4 @@
-"""A classifier of texts of transformers: fine-tuned, or from scratch."""
+"""A text classifier with transformers: fine-tuned, or trained from scratch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TextClassifier(TrainModule):
 
     Args:
         folder: a folder or name for `from_pretrained` to start from; None: a small BERT with random weights.
-        vocabulary, width, layers, heads: of the small BERT.
+        vocabulary, width, layers, heads: sizes of the small BERT.
         lr: learning rate.
-        save_to: folder for `from_pretrained` that is written at the end of training; None: none is.
+        save_to: folder for `from_pretrained` to write at the end of training; None: do not write one.
     """
 
     def __init__(

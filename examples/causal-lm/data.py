@@ -1,4 +1,4 @@
-"""The text: the source files of Python's standard library, or text files of yours, as bytes."""
+"""The text: the source files of Python's standard library, or your own text files, as bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Pieces(Dataset[Batch]):
-    """Pieces of equal length of a text, each byte a token."""
+    """Pieces of a text with equal length; each byte is a token."""
 
     def __init__(self, text: bytes, length: int) -> None:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -32,8 +32,8 @@ class Text(DataModule):
     """Text in pieces: every twentieth file is for validation, the others are for training.
 
     Args:
-        folder: a folder with text files of yours; None: the files of Python's library.
-        pattern: which files in it.
+        folder: a folder with your own text files; None: the files of Python's library.
+        pattern: the names of its files to read.
         length: bytes of a piece.
         batch_size: pieces per micro-batch and process.
     """

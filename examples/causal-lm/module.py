@@ -1,4 +1,4 @@
-"""A causal language model of transformers: trained from scratch, or with adapters on an existing model."""
+"""A causal language model with transformers: trained from scratch, or with adapters on an existing model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class CausalLM(TrainModule):
 
     Args:
         folder: a folder of `save_pretrained` to start from; None: a small Llama with random weights.
-        rank: of the adapters (LoRA) that train in place of the model's own weights; 0: the weights themselves train.
-        width, layers, heads: of the small Llama.
+        rank: rank of the adapters (LoRA) that train instead of the model's weights; 0: train the weights.
+        width, layers, heads: sizes of the small Llama.
         lr: learning rate.
-        save_to: folder for `from_pretrained` that is written at the end of training; None: none is.
+        save_to: folder for `from_pretrained` to write at the end of training; None: do not write one.
     """
 
     def __init__(

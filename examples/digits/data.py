@@ -15,7 +15,7 @@ Batch = tuple[torch.Tensor, ...]
 def load_images() -> TensorDataset:
     """Return all 1797 images and their digits, in the order of the original.
 
-    Put your own data here: any Dataset of images (channels, height, width) and numbers will do.
+    Put your own data here: any Dataset of images (channels, height, width) and numbers works.
     """
     from sklearn.datasets import load_digits
 
@@ -25,7 +25,7 @@ def load_images() -> TensorDataset:
 
 
 class Shifted(Dataset[Batch]):
-    """The same images, each moved at random by at most one pixel every time it is loaded.
+    """The same images, each shifted at random by at most one pixel every time it is loaded.
 
     A dataset may draw random numbers from any global generator. The trainer seeds them, so that a resumed run, or one
     with another number of workers, draws the same numbers.
@@ -48,7 +48,7 @@ class DigitsData(DataModule):
 
     Args:
         batch_size: images per micro-batch and process.
-        num_workers: processes that load images; 0: none, which is best for data that is in memory already.
+        num_workers: processes that load images; 0: none, which is best for data in memory.
     """
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0) -> None:

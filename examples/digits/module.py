@@ -23,7 +23,7 @@ class Digits(TrainModule):
         lr_decay: factor of the learning rate after each epoch.
         width: channels of the first convolution; the second has twice as many.
         dropout: share of features dropped in training.
-        weight_decay: of AdamW.
+        weight_decay: AdamW's weight decay.
     """
 
     def __init__(

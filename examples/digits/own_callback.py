@@ -17,7 +17,7 @@ from trainer import Callback, Trainer, TrainModule
 class StopWhenGood(Callback):
     """Ends training as soon as enough validation images are right.
 
-    A callback is a class with a method for each hook that it uses; here that is one. The top of
+    A callback is a class with a method for each hook that it uses, here one. The top of
     `trainer/callback.py` lists every hook in running order; a misspelt hook is an error.
     """
 
@@ -25,7 +25,7 @@ class StopWhenGood(Callback):
         self.accuracy = accuracy
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        # Whatever was logged, reduced over all processes: reading it here costs nothing.
+        # All logged values, reduced over all processes: reading them here costs nothing.
         if not trainer.sanity_checking and trainer.callback_metrics["val_acc"] >= self.accuracy:
             trainer.stop(f"val_acc reached {self.accuracy}")
 

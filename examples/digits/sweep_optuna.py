@@ -1,4 +1,4 @@
-"""A sweep with Optuna: each trial trains the digits, and one that is worse than the others ends early.
+"""A sweep with Optuna: each trial trains the digits, and trials worse than the others end early.
 
 Run it with: python sweep_optuna.py --trials 10
 """
@@ -18,7 +18,7 @@ from trainer import Callback, Trainer, TrainModule
 class Pruning(Callback):
     """Reports a value to Optuna after each validation, and ends the training when Optuna prunes the trial.
 
-    `trainer.stop` ends it after a complete step, with the last checkpoint written; on several processes rank 0 reports,
+    `trainer.stop` ends it after a complete step, with the last checkpoint written. On several processes rank 0 reports,
     and all of them stop at the same step.
     """
 

@@ -1,4 +1,4 @@
-"""Population based training with Ray Tune: bad trials go on from a good one's checkpoint, with another learning rate.
+"""Population based training with Ray Tune: bad trials continue a good one's checkpoint with another learning rate.
 
 Run it with: python sweep_ray.py
 """
@@ -16,10 +16,10 @@ from trainer import Callback, Trainer, TrainModule
 
 
 class Report(Callback):
-    """Gives Ray the values and a checkpoint after each epoch; goes on with the trial's own learning rate.
+    """Gives Ray the values and a checkpoint after each epoch, and sets the trial's own learning rate.
 
     Args:
-        lr: the learning rate of this trial, which Ray has changed where the trial took over another one's checkpoint.
+        lr: the learning rate of this trial, which Ray has changed if the trial continues from another one's checkpoint.
     """
 
     def __init__(self, lr: float) -> None:

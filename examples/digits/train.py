@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--root", default="runs/digits", help="run directories are made here")
     options = parser.parse_args()
 
-    # The trainer first: with `seed`, the weights of modules that are made after it are the same in every run.
+    # The trainer first: with `seed`, modules created after it have the same weights in every run.
     trainer = Trainer(
         max_epochs=options.max_epochs,
         devices=options.devices,
@@ -37,7 +37,7 @@ def main() -> None:
     data = DigitsData(batch_size=64)
     trainer.fit(module, datamodule=data)
 
-    # The best weights of the run, on images that were never looked at before.
+    # The best weights of the run, on images that were never used before.
     (results,) = trainer.test(module, datamodule=data, ckpt_path="best")
     trainer.print(f"test accuracy: {results['test_acc']:.4f}")
     trainer.print(f"run directory: {trainer.run_dir}")

@@ -14,8 +14,8 @@ Batch = tuple[torch.Tensor, ...]
 def load_images() -> torch.Tensor:
     """Return all 1797 images: (1797, 1, 8, 8).
 
-    Put your own here; images of another size need another last layer of the generator and first layer of the
-    discriminator.
+    Put your own here. For images of another size, change the last layer of the generator and the first layer
+    of the discriminator.
     """
     from sklearn.datasets import load_digits
 

@@ -21,11 +21,11 @@ Example = tuple[torch.Tensor, torch.Tensor]
 def read_files(folder: str | None, pattern: str) -> list[bytes]:
     """Return the text of every file of a folder, in alphabetical order of names.
 
-    Four spaces are one tab, so that a level of indentation is one byte to predict and not four.
+    Four spaces become one tab, so a level of indentation is one byte to predict instead of four.
 
     Args:
         folder: folder of text files; None: Python's standard library.
-        pattern: of the names of the files.
+        pattern: pattern for the names of the files.
 
     Raises:
         FileNotFoundError: fewer than two files; one is needed for validation.
@@ -39,10 +39,10 @@ def read_files(folder: str | None, pattern: str) -> list[bytes]:
 
 
 class Crops(Dataset[Example]):
-    """`count` pieces of text, each starting at a random place of a file and ending with that file at the latest.
+    """`count` pieces of text, each starting at a random position of a file and ending at its end at the latest.
 
-    Piece i depends only on `seed` and i, whatever the order and the process in which it is loaded. So a resumed run, or
-    a run on more processes, sees the same pieces.
+    Piece i depends only on `seed` and i, not on the order or the process that loads it. So a resumed run, or a run on
+    more processes, sees the same pieces.
     """
 
     def __init__(self, files: list[bytes], length: int, count: int, seed: int) -> None:
@@ -60,7 +60,7 @@ class Crops(Dataset[Example]):
         chance = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         start = int(torch.randint(len(self.text), (), generator=chance))
         end_of_file = self.ends[bisect_right(self.ends, start)]
-        start = min(start, end_of_file - 2)  # at least one byte, and the one that follows
+        start = min(start, end_of_file - 2)  # at least one byte and its target
         piece = self.text[start : min(start + self.length + 1, end_of_file)].long()
 
         inputs = torch.zeros(self.length, dtype=torch.long)
@@ -75,7 +75,7 @@ class Text(DataModule):
 
     Args:
         folder: folder of your own text files; None: Python's standard library.
-        pattern: of the names of the files.
+        pattern: pattern for the names of the files.
         context: the length of a piece in bytes; the model's `context`.
         batch_size: pieces per micro-batch and process.
         train_pieces: pieces in an epoch; None: as many as fit into the text.
@@ -113,7 +113,7 @@ class Text(DataModule):
         self.val = Crops(val_files, self.context, self.val_pieces, self.seed)
 
     def train_dataloader(self) -> DataLoader[Example]:
-        # No shuffling: the pieces are in random order already.
+        # No shuffling: the pieces are already in random order.
         return DataLoader(self.train, batch_size=self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Example]:

@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(self._initialize)
-        # The projections back into the residual stream start smaller, so that depth does not blow it up (GPT-2).
+        # The projections back into the residual stream start smaller, so that it does not grow with depth (GPT-2).
         for name, parameter in self.named_parameters():
             if name.endswith(("project.weight", "feed_forward.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)

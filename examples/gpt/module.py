@@ -28,8 +28,8 @@ class GPT(TrainModule):
         context: maximum number of bytes in its input; the data's `context`.
         layers, heads, width, dropout: the transformer's size and dropout.
         lr: the highest learning rate, reached after the warm-up.
-        warmup_steps: steps in which the learning rate rises to `lr`; from there it falls to a tenth along a cosine.
-        weight_decay: of AdamW, for matrices only.
+        warmup_steps: steps until the learning rate reaches `lr`; then it falls to a tenth along a cosine.
+        weight_decay: AdamW's weight decay, for matrices only.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class GPT(TrainModule):
     # -- the loss is a mean over bytes -----------------------------------------------------------------------------
 
     def num_items(self, batch: Example) -> torch.Tensor:
-        """Return the number of bytes with a target; a piece at the end of a file is shorter than the others. With this
-        number every byte of a step counts the same, whatever its process and micro-batch."""
+        """Return the number of bytes with a target: a piece at the end of a file is shorter than the others. With this
+        number every byte of a step counts the same, for any process and micro-batch."""
         _, targets = batch
         count: torch.Tensor = (targets != IGNORED).sum()
         return count
@@ -88,7 +88,7 @@ class GPT(TrainModule):
     # -- optimizer and schedule ------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW that decays matrices but not biases and norms, with a schedule that steps every step."""
+        """Return an AdamW that decays matrices but not biases and norms, with a schedule that steps every step."""
         hp = self.hparams
         parameters = list(self.parameters())
         groups = [
@@ -97,7 +97,7 @@ class GPT(TrainModule):
         ]
         optimizer = torch.optim.AdamW(groups, lr=hp.lr, betas=(0.9, 0.95))
 
-        # Known here: how many steps this fit will take. Infinite if nothing ends it; then the cosine stays at its top.
+        # The number of steps of this fit. Infinite if nothing ends it; then the cosine stays at its top.
         total_steps = self.trainer.estimated_stepping_batches
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_then_cosine(step, hp.warmup_steps, total_steps)
@@ -105,7 +105,7 @@ class GPT(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that knows this module's units; the others are in the config."""
+        """Return the callback that needs this module's units; the others are in the config."""
         return [
             ThroughputMonitor(
                 items_per_batch=lambda batch: batch[0].numel(),

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def newest_checkpoint(root: Path) -> Path:
-    """Return the checkpoint that was written last."""
+    """Return the newest checkpoint."""
     return max(root.rglob("manifest.json"), key=lambda path: path.stat().st_mtime).parent
 
 

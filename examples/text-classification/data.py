@@ -42,7 +42,7 @@ def read_csv(path: str) -> list[tuple[str, str]]:
 
 
 def numbers_of(text: str, length: int) -> torch.Tensor:
-    """Return the first words of a text as numbers, padded with 0: (length,) int64."""
+    """Return the first words of a text as ids, padded with 0: (length,) int64."""
     words = re.findall(r"\w+", text.lower())[:length]
     numbers = [zlib.crc32(word.encode()) % (VOCABULARY - 1) + 1 for word in words]
     return torch.tensor(numbers + [0] * (length - len(numbers)))

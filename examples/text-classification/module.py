@@ -23,14 +23,14 @@ class TextClassifier(TrainModule):
     def __init__(self, classes: int = len(PACKAGES), width: int = 64, dropout: float = 0.3, lr: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
-        # Put a transformer here, and a tokenizer into data.py, when there is more to read.
+        # For longer texts, put a transformer here and a tokenizer into data.py.
         self.words = nn.Embedding(VOCABULARY, width, padding_idx=0)
         self.head = nn.Sequential(
             nn.Dropout(dropout), nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, classes)
         )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """`words`: (batch, words) int64, 0 where there is none. Returns logits (batch, classes)."""
+        """`words`: (batch, words) int64, 0 for padding. Returns logits (batch, classes)."""
         count = (words > 0).sum(dim=1, keepdim=True).clamp(min=1)
         logits: torch.Tensor = self.head(self.words(words).sum(dim=1) / count)
         return logits

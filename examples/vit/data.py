@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1797 images of 8 x 8 pixels, prepared by an image processor of transformers."""
+"""scikit-learn's handwritten digits: 1797 images of 8 x 8 pixels, prepared by a transformers image processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A classifier of images of transformers: fine-tuned, or from scratch."""
+"""An image classifier with transformers: fine-tuned, or trained from scratch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ImageClassifier(TrainModule):
     Args:
         folder: a folder or name for `from_pretrained` to start from; None: a small ViT with random weights.
         classes: number of labels.
-        width, layers, heads: of the small ViT, for images of 16 x 16 pixels.
+        width, layers, heads: sizes of the small ViT, for images of 16 x 16 pixels.
         lr: learning rate.
-        save_to: folder for `from_pretrained` that is written at the end of training; None: none is.
+        save_to: folder for `from_pretrained` to write at the end of training; None: do not write one.
     """
 
     def __init__(
