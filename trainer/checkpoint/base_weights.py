@@ -103,9 +103,8 @@ def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> N
     problems = [weight for weight in saved if own.get(weight) != saved[weight]]
     if problems:
         raise CheckpointError(
-            f"the checkpoint holds trained weights alone, and {name} has another base model than the one they were "
-            f"trained on, which differs in {first_of(problems)}. Build the module with the same pretrained weights "
-            "(from_pretrained, or fit(weights=...)), or save full checkpoints: ModelCheckpoint(trainable_only=False)."
+            f"the checkpoint holds trained weights alone, and {name} has another base model, different in "
+            f"{first_of(problems)}. Build it with the same pretrained weights, or save with trainable_only=False."
         )
 
 

@@ -529,10 +529,7 @@ def _newest_change(path: Path) -> float:
 
 def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
     shutil.rmtree(temporary, ignore_errors=True)
-    message = f"cannot write the checkpoint {final}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
-        message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
-    return f"{message}. Earlier checkpoints were left alone."
+    return f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone."
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
-from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, is_committed, manifest_or_damage
 from trainer.checkpoint.process_group import ProcessGroup
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -315,10 +315,8 @@ class KeptCheckpoints:
         Raises:
             ReadError: the storage does not answer.
         """
-        try:
-            info = read_manifest(path).info if is_committed(path) else {"owner": None}
-        except ReadError:
-            raise
-        except CheckpointError:
-            info = {}
+        if not is_committed(path):
+            return None
+        manifest = manifest_or_damage(path)
+        info = {} if isinstance(manifest, CheckpointError) else manifest.info
         return info if info.get("owner", self._owner) == self._owner else None

@@ -76,6 +76,20 @@ def read_manifest(path: str | StoragePath) -> Manifest:
     return _parse_manifest(body, where, folder)
 
 
+def manifest_or_damage(path: str | StoragePath) -> Manifest | CheckpointError:
+    """Return the manifest of a checkpoint, or the error that says how it is damaged.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
+    try:
+        return read_manifest(path)
+    except ReadError:
+        raise
+    except CheckpointError as error:
+        return error
+
+
 def verify_checkpoint(path: str | StoragePath) -> list[str]:
     """Read all files of a checkpoint; return a message for each that is missing, damaged, or not in the manifest."""
     problems = find_damage(path)
@@ -99,12 +113,9 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
     Raises:
         ReadError: the storage does not answer.
     """
-    try:
-        manifest = read_manifest(path)
-    except ReadError:
-        raise
-    except CheckpointError as error:
-        return [str(error)]
+    manifest = manifest_or_damage(path)
+    if isinstance(manifest, CheckpointError):
+        return [str(manifest)]
     checks = (check_entry(manifest.folder / name, entry, contents) for name, entry in manifest.files.items())
     return [problem for problem in checks if problem]
 
@@ -144,38 +155,29 @@ def read_metadata(path: str | StoragePath) -> dict[str, Any]:
 
 
 def require_committed(folder: StoragePath) -> StoragePath:
-    """Return `folder` if a committed checkpoint is there; else raise an error that says what is there or next to it."""
+    """Return `folder` if a committed checkpoint is there; else raise an error that says what is in or next to it."""
     if is_committed(folder):
         return folder
     with reading(folder):
-        is_file, is_dir = folder.is_file(), folder.is_dir()
+        is_file, place = folder.is_file(), folder if folder.is_dir() else folder.parent
     if is_file:
         raise CheckpointError(
             f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
             "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
         )
-    if is_dir:
-        inside = [path.name for path in checkpoints_in(folder)]
-        if inside:
-            raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
-        raise CheckpointError(
-            f"{folder} is not a checkpoint (it has no {MANIFEST_FILE}): give a folder in a run's checkpoints/, or the "
-            "run directory, such as version_0, for its last one. The write of a checkpoint may have been interrupted."
-        )
-    siblings = [path.name for path in checkpoints_in(folder.parent)]
-    there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."
-    raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
+    names = [path.name for path in checkpoints_in(place)]
+    raise CheckpointError(
+        f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}, which is written last."
+        f"{did_you_mean(folder.name, names)} In {place} there are: {', '.join(names) or 'none'}."
+    )
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner = body.pop("folder", None)
-    if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
-    info, files, algorithm = body["info"], body["files"], ALGORITHMS.get(body["version"])
-    if algorithm is None:
-        raise CheckpointError(f"{where}: there is no format {body['version']}; it is damaged")
-    known = inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner))
-    if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files or not known:
+    inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
+    info, files, version = body.get("info"), body.get("files"), body.get("version")
+    algorithm = ALGORITHMS.get(version) if type(version) is int and body.keys() == names else None
+    known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
+    if not known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     entries = {}
     for name, entry in files.items():

@@ -479,28 +479,27 @@ def matching_groups(
     if state["kind"] != kind:
         raise CheckpointError(
             f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
-            "optimizer; to start a new training from these weights, use load_from_checkpoint and fit without ckpt_path."
+            "one; or start anew from these weights, by load_from_checkpoint and fit without ckpt_path."
         )
     names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
-        ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
+        ours, theirs = {*chain.from_iterable(names)}, {*chain.from_iterable(saved)}
         difference = sorted(ours ^ theirs)[:3] or "the grouping"
         raise CheckpointError(
-            f"the parameters of {kind} differ from the checkpoint's: {difference}. A resumed run trains the same ones, "
-            "with strict_loading = False, too; to train others from these weights, use load_from_checkpoint, which "
-            "strict=False lets load what fits, and fit without ckpt_path."
+            f"the parameters of {kind} differ from the checkpoint's: {difference}. To train others from these "
+            "weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         group = in_memory(next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names)))
-        options = {name: value for name, value in now.items() if name != "params"}
         # An optimizer of another author may give an option another type as it trains.
-        known = options if type(optimizer).__module__.startswith("torch.") else {}
+        of_torch = type(optimizer).__module__.startswith("torch.")
+        known = {**now, "params": group["params"]} if of_torch else {}
         if found := unlike(group, known, f"the options of group {number} of {kind}"):
             raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another optimizer")
-        # An option that is not there is that of another version of torch.
-        groups.append({**options, **group, "params": group_names})
+        # Another version of torch may lack an option.
+        groups.append({**now, **group, "params": group_names})
     return groups
 
 
@@ -511,11 +510,10 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         CheckpointError: the optimizer has a parameter that is not in the module.
     """
     name_of = {parameter: name for name, parameter in module.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in name_of:
-                raise CheckpointError(_not_in(optimizer, parameter, type(module).__name__))
-    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    try:
+        return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError as error:
+        raise CheckpointError(_not_in(optimizer, error.args[0], type(module).__name__)) from None
 
 
 def _not_in(optimizer: Optimizer, parameter: torch.Tensor, module: str) -> str:

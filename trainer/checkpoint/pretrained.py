@@ -35,15 +35,12 @@ _SAMPLED = 2**10
 def weights_problem(path: str | Path) -> str | None:
     """Return what is wrong with the argument `weights`; None if there is a file to read."""
     place = as_storage_path(path, "weights")
-    if any((place / name).exists() for name in (SINGLE, INDEX)) or (
-        place.name.endswith(".safetensors") and place.exists()
-    ):
+    files = (place,) if place.name.endswith(".safetensors") else (place / SINGLE, place / INDEX)
+    if any(file.exists() for file in files):
         return None
     return (
-        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
-        "or a .safetensors file. Files .bin of earlier versions of transformers are written anew by "
-        "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class. For a checkpoint of this "
-        "package give ckpt_path=, or use load_from_checkpoint."
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a .safetensors file, or a folder that "
+        "save_pretrained of transformers has written; a checkpoint of this package is given as ckpt_path=."
     )
 
 
@@ -140,13 +137,13 @@ def weights_for(
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
     others = [f"the module lacks {name}" for name in named if name not in used]
-    advice = ""
-    if (lacks or others) and (strict or not found):
-        problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
-        advice = " To rename them, set key_mapping in the module"
-        advice += "; to load those that both have, strict_loading = False." if strict else "."
+    if strict or not found:
+        problems += [*lacks.values()][:3] + others[:2] + [*lacks.values()][3:] + others[2:]
     if problems:
-        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
+        raise CheckpointError(
+            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. In the module, key_mapping "
+            "renames weights, and strict_loading = False loads those that both have."
+        )
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))

@@ -29,12 +29,11 @@ def quantize_again(optimizer: Optimizer) -> None:
     if new_buffer is None or not type(optimizer).__module__.startswith("torchao."):
         return
     for parameter, values in optimizer.state.items():
-        for key in MOMENTS:
-            if key in values:
-                buffer = new_buffer(parameter, key == "exp_avg")
-                if _is_quantized(_local(buffer)):
-                    _set(_local(buffer), _local(values[key]))
-                    values[key] = buffer
+        for key in filter(values.__contains__, MOMENTS):
+            buffer = new_buffer(parameter, key == "exp_avg")
+            if _is_quantized(_local(buffer)):
+                _set(_local(buffer), _local(values[key]))
+                values[key] = buffer
 
 
 def _set(quantized: Any, values: torch.Tensor) -> None:

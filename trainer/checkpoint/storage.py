@@ -36,11 +36,11 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     url = URL.fullmatch(str(path))
     if url is None or url["scheme"].lower() in ("file", "local"):
         return local_path(path, argument)
+    given = f"{argument}={path!r}".removeprefix("=")
     if not url["rest"].startswith("/"):
-        was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
-        given = f"{argument}={path!r}" if argument else repr(path)
-        raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
-    check_url(str(path), argument)
+        right = str(path).replace(":/", "://", 1)
+        raise ConfigError(f"{given} is not a URL, perhaps because a Path was made of one: give the text {right!r}.")
+    check_url(str(path), given)
     return RemotePath(f"{url['scheme']}://{url['rest'][1:].rstrip('/')}")
 
 

@@ -122,8 +122,8 @@ def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
     for key, value in state.items():
         if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in map(str.lower, keys):
             raise CheckpointError(
-                f"{key!r} cannot be a top-level key of a checkpoint: it names a file, so it must begin with a letter, "
-                "have only letters, digits, '_' and '-', and differ from the others in more than upper and lower case"
+                f"{key!r} cannot be a top-level key of a checkpoint, which names a file: begin it with a letter, use "
+                "letters, digits, '_' and '-', and let it differ from the others in more than upper and lower case"
             )
         try:
             keys[key] = serialize(value, key)
@@ -151,9 +151,8 @@ def _collect_parts(keys: dict[str, Serialized], process_group: ProcessGroup) -> 
             held, numel = sum(extent.numel for extent in extents), math.prod(shard.shape)
             if held != numel:
                 return CheckpointError(
-                    f"cannot store {key}[{name!r}]: the {len(gathered)} processes hold {held} of its {numel} elements, "
-                    "so they do not hold the same state. Save on every process, at the same step, outside any "
-                    "`if rank == 0`."
+                    f"cannot store {key}[{name!r}]: the {len(gathered)} processes hold {held} of its {numel} elements. "
+                    "Save on every process, at the same step, outside any `if rank == 0`."
                 )
             content.parts[name].extend([rank, *astuple(extent)] for rank, extent in enumerate(extents) if extent.numel)
     return None
@@ -230,8 +229,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     except (OSError, ReadError) as error:
         raise WriteError(f"cannot write the checkpoint {final}: {reason(error)}") from error
     if not is_checkpoint:
-        what = "is not a checkpoint, so it is not overwritten" if overwrite else "is not replaced"
-        raise CheckpointError(f"{final} exists, and {what}. Give another name, or delete it before.")
+        raise CheckpointError(f"{final} exists: give another name, or delete it. Only a checkpoint can be overwritten.")
     if inside:
         raise CheckpointError(f"{final} is not replaced: the checkpoint {inside[0]} in it would be deleted. Move that.")
     return True
@@ -252,8 +250,10 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     except OSError as error:
         if process_group.world_size == 1:
             raise
-        hint = "" if folder.exists() else ". Every process has to see the same directory, on storage that they share"
-        own = WriteError(f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}{hint}")
+        own = WriteError(
+            f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}. All processes have to "
+            "see the same directory, on storage that they share"
+        )
     entries: dict[str, FileEntry] = {}
     for of_rank in process_group.all_gather_object(own):
         if isinstance(of_rank, CheckpointError):

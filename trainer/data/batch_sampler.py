@@ -178,9 +178,8 @@ class DistributedBatchSampler:
             there, sizes = sizes[1], (restored["samples"], restored["size"])
             if sizes[1] > there:
                 raise ConfigError(
-                    f"the epoch in progress began with {sizes[1]} samples to choose from, and this run has {there} of "
-                    "them: have load_state_dict of the data module, or the hook that adds samples, bring them back "
-                    "before the epoch goes on. Or resume from a checkpoint written at the end of an epoch."
+                    f"the epoch in progress began with {sizes[1]} samples to choose from, and this run has {there}. "
+                    "Restore them in the data module's load_state_dict, or resume from the end of an epoch."
                 )
         self.random_access = random_access(self.sampler, sizes)
         own_order = self.random_access is None or self.random_access.shuffled
@@ -510,8 +509,7 @@ def _check_shards(sampler: Any, rank: int, world_size: int) -> None:
         if given != (rank, world_size):
             raise ConfigError(
                 f"{type(one).__name__} gives part {given[0]} of {given[1]} of the data, and this process is reader "
-                f"{rank} of {world_size}: pass rank=trainer.reader and num_replicas=trainer.readers, or leave both "
-                "out of a plain sampler."
+                f"{rank} of {world_size}: pass rank=trainer.reader and num_replicas=trainer.readers, or neither."
             )
 
 

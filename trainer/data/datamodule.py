@@ -176,11 +176,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
     def __str__(self) -> str:
         """Return the loaders that are defined, one a line."""
-        lines = []
-        for stage in ("train", "val", "test", "predict"):
-            if self.overrides(f"{stage}_dataloader"):
-                lines.append(f"{stage}_dataloader")
-        return f"{type(self).__name__}({', '.join(lines) or 'no loaders'})"
+        names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
+        return f"{type(self).__name__}({', '.join(filter(self.overrides, names)) or 'no loaders'})"
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 

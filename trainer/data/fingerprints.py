@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -308,6 +309,19 @@ def describe_function(function: Any) -> str:
     return f"{getattr(named, '__qualname__', type(named).__qualname__)} ({function_fingerprint(function)})"
 
 
+def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:
+    enclosed = [*enclosed_values(function).values()]
+    return function.__code__, enclosed, function.__defaults__, function.__kwdefaults__
+
+
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    FunctionType: _parts_of_function,
+    partial: attrgetter("func", "args", "keywords"),
+    MethodType: attrgetter("__func__", "__self__"),
+}
+"""The parts by which a thing to call computes, by its class."""
+
+
 def _computed(value: Any, depth: int) -> Any:
     """Return lists and texts that are equal on two processes if the values are; of unknown objects, their class."""
     if depth == 0:
@@ -318,13 +332,9 @@ def _computed(value: Any, depth: int) -> Any:
     if isinstance(value, CodeType):
         constants = [_computed(one, depth) for one in value.co_consts]
         return [value.co_code.hex(), value.co_names, constants]
-    if isinstance(value, FunctionType):
-        enclosed = [*enclosed_values(value).values()]
-        return [_computed(one, inner) for one in (value.__code__, enclosed, value.__defaults__, value.__kwdefaults__)]
-    if isinstance(value, partial):
-        return [_computed(one, inner) for one in (value.func, value.args, value.keywords)]
-    if isinstance(value, MethodType):
-        return [_computed(one, inner) for one in (value.__func__, value.__self__)]
+    for kind, parts_of in _PARTS.items():
+        if isinstance(value, kind):
+            return [_computed(one, inner) for one in parts_of(value)]
     if isinstance(value, dict):
         return sorted(str([_computed(key, inner), _computed(one, inner)]) for key, one in value.items())
     if isinstance(value, (set, frozenset)):

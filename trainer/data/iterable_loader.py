@@ -413,14 +413,12 @@ class IterableLoader(BatchLoader):
         if self._share.every > 1:
             notes.append(
                 f"{kind} is a subclass of DataLoader: each process loads all batches and takes one of "
-                f"{self._share.every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or "
-                "a sampler with num_replicas and rank"
+                f"{self._share.every}. Faster: a plain DataLoader, or a sampler with num_replicas and rank"
             )
         elif not self._single_process:
             notes.append(
-                f"each process iterates {kind} itself, because it is not a plain DataLoader over a dataset with "
-                "indices: it must give each process its own part (of a Hugging Face dataset: "
-                "datasets.distributed.split_dataset_by_node with self.trainer.reader and self.trainer.readers)"
+                f"each process iterates {kind} itself: it must give each process its own part (of a Hugging Face "
+                "dataset: datasets.distributed.split_dataset_by_node with self.trainer.reader and self.trainer.readers)"
             )
         if self._training and self.one_shot:
             notes.append(f"{kind} can be iterated only once: one epoch")
@@ -441,8 +439,7 @@ def _why_not_exact(loader: Any, stateful: bool) -> str | None:
     if _shuffles_in_a_buffer(dataset) or _generators(loader):
         return (
             "has a buffer of shuffled samples, or a sampler with a random generator, which is not in its state. Give "
-            "the sampler state_dict and load_state_dict; or use a plain DataLoader without workers, which reads the "
-            "batches already used again and skips them"
+            "the sampler state_dict and load_state_dict, or use a plain DataLoader without workers"
         )
     if getattr(loader, "num_workers", 0) > 0:
         return (

@@ -191,9 +191,8 @@ class BatchLoader(ABC):
         if more or given < length - slack:
             number = f"more than {given}" if more else f"only {given}"
             raise ConfigError(
-                f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Return "
-                "the number that __iter__ yields, or define no __len__. To end an epoch earlier, give "
-                "Trainer(limit_train_batches=...), limit_val_batches and so on."
+                f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Define "
+                "none, or return the number that __iter__ yields; limit_train_batches= ends epochs earlier."
             )
 
     def shorten(self, lengths: list[int | None]) -> None:

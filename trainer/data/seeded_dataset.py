@@ -117,9 +117,8 @@ class SeededDataset(Dataset[Batch]):
             fetched = fetch([index]) if fetch else [self.dataset[index]]
             if not isinstance(fetched, (list, tuple)):
                 raise ConfigError(
-                    f"seed_per_sample=True loads one sample at a time, and {type(self.dataset).__name__}.__getitems__ "
-                    f"returned a {type(fetched).__name__} for all: return a list of samples, or leave "
-                    "seed_per_sample out."
+                    f"seed_per_sample=True needs a list of samples, and {type(self.dataset).__name__}.__getitems__ "
+                    f"returned a {type(fetched).__name__}: return a list, or leave seed_per_sample out."
                 )
             samples += fetched
         return samples

@@ -233,8 +233,7 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
     size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
     raise ConfigError(
         f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
-        f"{sampler.samples or 0} samples, and with drop_last={sampler.drop_last} a batch needs {size} of them. Check "
-        "where the data come from, or use a smaller batch_size."
+        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data."
     )
 
 
@@ -259,9 +258,8 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
         "in_order=False is ignored: a run can be resumed only if batches come in order": (
             not getattr(loader, "in_order", True)
         ),
-        f"resume will not be exact: {kind} keeps state that is not found, so that a resumed run gets another order. "
-        "Have set_epoch(epoch) decide the order, or give it state_dict and load_state_dict, or keep its random "
-        "generator and counters in attributes of its own": (
+        f"resume will not be exact: {kind} keeps state that is not found. Have set_epoch(epoch) decide the order, "
+        "define state_dict and load_state_dict, or keep generators and counters in its attributes": (
             sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False
         ),
     }

@@ -27,7 +27,7 @@ from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_th
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 1.0
-_FORK_HANGS = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
+_FORK_HANGS = sys.version_info < (3, 11, 8)
 """A forked process hangs if, during the fork, a thread of the process group held the lock of the interpreter's threads.
 
 https://github.com/python/cpython/issues/112275

@@ -199,7 +199,7 @@ class Engine(Answers):
 
     def _require_entered(self, call: str) -> None:
         if not self._entered:
-            raise NotRunningError(f"engine.{call} belongs into the block of `with Engine(...) as engine:`.")
+            raise NotRunningError(f"engine.{call} must be called inside `with Engine(...) as engine:`.")
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -293,10 +293,8 @@ class Engine(Answers):
         chosen = model if model is not None else self._last
         if chosen is None or not tensor.requires_grad:
             raise ConfigError(
-                "engine.backward: give a loss with a gradient, which is not detached (.detach(), .item(), "
-                "torch.no_grad), of a model that engine.setup(model, optimizer) returned: call that one, and "
-                "not the module that was given to setup. For another method than forward: "
-                "model.mark_forward_method('name'), and then model.name(...)."
+                "engine.backward needs a loss with a gradient, computed by a model that engine.setup(model, optimizer) "
+                "returned. For another method than forward, call model.mark_forward_method('name') first."
             )
         strategy = chosen._strategy
         if strategy.scaler is not None:
@@ -382,8 +380,8 @@ class Engine(Answers):
             )
         if self._saved_at and self._saved_at == self.loaders.in_training():
             raise ConfigError(
-                "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
-                "the next batch, and leaves out this step. Save after the last step of a batch."
+                "engine.save was called before this optimizer.step(): a program that loads the checkpoint would leave "
+                "out this step. Save after the last step of a batch."
             )
         self._saved_at = []
         if strategy.scaler is not None:
@@ -555,13 +553,13 @@ class Engine(Answers):
         waiting = [one for one in self._optimizers if one.waits]  # none where the strategy shows no gradients
         if self._unstepped and (not waiting or any(has_gradients(one.optimizer) for one in waiting)):
             raise ConfigError(
-                "engine.save between backward and optimizer.step(): a program that loads this goes on with the next "
-                "batch, and the step would be left out. Save after a step."
+                "engine.save between backward and optimizer.step(): a program that loads this would leave out the "
+                "step. Save after it."
             )
         if self.world_size > 1 and any(one._held for one in self._models):
             raise ConfigError(
-                "engine.save while gradients wait that no_backward_sync has held back, of which each process has "
-                "others: save after the step that uses them, or leave no_backward_sync out."
+                "engine.save while gradients wait in no_backward_sync, different ones on each process: save after the "
+                "step that uses them, or leave no_backward_sync out."
             )
         self.loaders.report_left()
         self.strategy.end_step()  # what an overflow of a dropped batch has found is in no checkpoint

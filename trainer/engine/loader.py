@@ -95,9 +95,8 @@ class Loaders:
                 self.positions.append(position)
                 if read and loader._training:
                     log.warning(
-                        "a loader begins with epoch 0: the positions in the checkpoint are of loaders that other lines "
-                        "have set up. Set it up before engine.load, and not a second time after it; or, after it, at "
-                        "the line that has set it up in the run that saved."
+                        "a loader begins with epoch 0: the checkpoint has positions of loaders that other lines have "
+                        "set up. Set it up before engine.load, once; or after it, at the same line as before."
                     )
             loader._take(position, self.positions.index(position))
 
@@ -118,9 +117,8 @@ class Loaders:
         if left and not self._reported_left and self.engine.is_global_zero:
             self._reported_left = True
             log.warning(
-                "a loader's loop was left after %d batches before, and a program that loads this goes on inside its "
-                "epoch, where a count by enumerate or islice begins again: count with the loader, and leave before "
-                "saving: if loader.batch == %d: break.",
+                "a loader's loop was left after %d batches before. A program that loads this continues inside the "
+                "epoch, where enumerate or islice begin again: count with the loader, if loader.batch == %d: break.",
                 *(left, left),
             )
 

@@ -123,9 +123,8 @@ class EngineModule(nn.Module):
     def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
         if not self._called and torch.is_grad_enabled() and self._engine._entered:
             raise ConfigError(
-                f"{type(layer).__name__} was called directly, past the strategy, which then does not reduce its "
-                "gradients: call the model that engine.setup returned. For another method than forward: "
-                "model.mark_forward_method('name'), and then model.name(...)."
+                f"{type(layer).__name__} was called directly, so its gradients would not be reduced: call the model "
+                "that engine.setup returned. For another method than forward: model.mark_forward_method('name')."
             )
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
@@ -164,9 +163,8 @@ class EngineModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Self:
         raise ConfigError(
-            "copy.deepcopy of the model that engine.setup returned would copy the engine, too: copy its module, "
-            "copy.deepcopy(model.module); or, where the strategy shards it, make another module and have it "
-            "load_state_dict(engine.full_state_dict(model))."
+            "copy.deepcopy of the model that engine.setup returned would copy the engine, too. Copy model.module; if "
+            "it is sharded, make another module, and give its load_state_dict engine.full_state_dict(model)."
         )
 
     def require_unchanged(self) -> None:
@@ -184,9 +182,8 @@ class EngineModule(nn.Module):
 
     def _changed(self, changes: str) -> ConfigError:
         return ConfigError(
-            f"{changes} since engine.setup, and strategy {self._strategy.name!r} does not know it: change "
-            f"{type(self.module).__name__} before setup; or give an optimizer group a learning rate of 0 instead of "
-            "freezing."
+            f"{changes} since engine.setup, unknown to strategy {self._strategy.name!r}: change "
+            f"{type(self.module).__name__} before setup. Instead of freezing, set the group's learning rate to 0."
         )
 
 

@@ -1,7 +1,7 @@
 """`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
 The file is a pickle. It is read by torch's restricted unpickler, which makes tensors, plain data, paths and numpy's
-numbers and calls nothing else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
+numbers and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,9 @@ def import_lightning(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.path} is not a file: give a .ckpt file that Lightning has written.")
     here = str(Path(trainer.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    words = [
-        *(["--force"] if options.force else []),
-        *(["--optimizer", options.optimizer] if options.optimizer else []),
-    ]
+    words = [options.path, options.out, str(int(options.force)), options.optimizer or ""]
     child = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", options.path, options.out, *words],
+        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", *words],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -139,14 +136,8 @@ def _check(read: Mapping[str, Any]) -> None:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
     require(weights, {str: object}, "its 'state_dict'")
     for name, value in weights.items():
-        if not isinstance(value, torch.Tensor):
-            if not name.endswith("_extra_state"):
-                raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
-        elif value.layout is not torch.strided:
-            raise CheckpointError(
-                f"the weight {name!r} in 'state_dict' is a tensor of {value.layout}, which no checkpoint here holds: "
-                "store value.to_dense()."
-            )
+        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
     for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
         values = read.get(key) or {}
         require({**values} if isinstance(values, Mapping) else values, {str: object}, f"its {key!r}")
@@ -198,7 +189,7 @@ def _cause(message: str) -> str:
 
 if __name__ == "__main__":
     try:
-        named = sys.argv[sys.argv.index("--optimizer") + 1] if "--optimizer" in sys.argv[3:] else None
-        print(convert(sys.argv[1], sys.argv[2], "--force" in sys.argv[3:], named))
+        read_from, write_to, forced, named = sys.argv[1:]
+        print(convert(read_from, write_to, forced == "1", named or None))
     except CheckpointError as error:
         sys.exit(" ".join(str(error).split()))
