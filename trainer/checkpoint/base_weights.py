@@ -1,4 +1,4 @@
-"""Checkpoints of trained weights alone: which weights they hold, and sums by which the others are recognized."""
+"""Checkpoints of trained weights alone: choose the weights, and recognize the others by sums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FrozenWeights:
 
 
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the names in the state_dict of the parameters that do not train; buffers may change, and are no such."""
+    """Return the names in the state_dict of the parameters that do not train, without buffers, which may change."""
     frozen = [
         f"{prefix}.{key}".removeprefix(".")
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -95,10 +95,10 @@ def _sum(value: torch.Tensor, rounded: bool) -> int:
 
 
 def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
-    """Compare the sums of a checkpoint with those of the weights that the module has.
+    """Compare the sums in a checkpoint with the sums of the module's weights.
 
     Raises:
-        CheckpointError: they are of other weights.
+        CheckpointError: the sums differ.
     """
     problems = [weight for weight in saved if own.get(weight) != saved[weight]]
     if problems:

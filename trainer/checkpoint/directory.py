@@ -33,7 +33,7 @@ class CheckpointDirectory:
     Several processes may read it while one writes. It need not exist.
 
     Args:
-        folder: path, or URL of an object store (s3://...), in which nothing prevents two processes from writing at
+        folder: path, or URL of an object store (s3://...). Nothing there prevents two processes from writing at
             the same time.
     """
 
@@ -221,7 +221,7 @@ class CheckpointDirectory:
         infos = {path.name: read_manifest(path).info for path in self.list() if path.name != target.name}
         found = target
         while True:
-            # A name can be that of an older checkpoint, too, which was replaced.
+            # The name may also be an older checkpoint's, which was replaced.
             next_ones = [
                 (step_of(info), name)
                 for name, info in infos.items()

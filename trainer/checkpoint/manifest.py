@@ -138,7 +138,7 @@ def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
 
 
 def with_checksum(body: dict[str, Any]) -> bytes:
-    """Encode the manifest with a checksum of its own, so that a single changed bit is noticed."""
+    """Encode the manifest with its own checksum, so that a single changed bit is noticed."""
     seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
 

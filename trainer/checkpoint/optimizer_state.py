@@ -3,8 +3,7 @@
     {"kind": "AdamW", "state": {"layer.weight": {"step": ..., "exp_avg": ...}},
      "param_groups": [{"params": ["layer.weight", ...], "lr": ...}]}
 
-Keys and values are those of torch's optimizers, whichever implementation computes the step. Optimizers of other authors
-may keep more:
+Keys and values are torch's, whichever implementation computes the step. Optimizers of other authors may keep more:
 
     "common": {"k": ...}                        entries of `optimizer.state` that belong to no parameter
     "extra": {"slow": ...}                      entries of `state_dict` beside state and param_groups
@@ -62,8 +61,8 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     own = getattr(optimizer, "state", {})
     if taken := [key for key in own if type(key) is int and key in position_to_name]:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has the key {taken[0]} in its state, by which state_dict() means the parameter"
-            f" {position_to_name[taken[0]]}, whose state is lost. Use a text as key."
+            f"{type(optimizer).__name__} has the key {taken[0]} in its state, and state_dict() uses this number for"
+            f" {position_to_name[taken[0]]}, whose state would be lost. Use a text as key."
         )
     groups = zip(state.get("param_groups", optimizer.param_groups), names, strict=True)
     saved = {
@@ -89,10 +88,10 @@ def extra_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_tensors(optimizer: Optimizer, state: Mapping[str, Any], where: str) -> None:
-    """Check that an optimizer keeps no tensors but those of its parameters and single numbers.
+    """Check that an optimizer keeps no tensors but its parameters' states and single numbers.
 
     Args:
-        state: what `state_by_name` returned, or those of its entries that are optional.
+        state: what `state_by_name` returned, or its optional entries.
         where: where they cannot be saved.
 
     Raises:
@@ -130,7 +129,7 @@ def _parts(
 
 
 def _is_within(value: Any, other: Any) -> bool:
-    """Whether the tensors of a state are among those of another one."""
+    """Whether another state has all tensors of a state."""
     if value is other:
         return True
     tensors = {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
@@ -243,7 +242,7 @@ def state_by_position(
 
 
 def _fitted(take: Take, like: torch.Tensor, values: Any) -> Any:
-    """Return the state of a parameter with its tensors, at any depth, as they are to be loaded."""
+    """Return the state of a parameter with its tensors, at any depth, ready to be loaded."""
     return tree_map_only((torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values)
 
 
@@ -255,9 +254,9 @@ def _as_key(parameters: Mapping[str, nn.Parameter], key: Any) -> Any:
 
 
 def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: Take) -> Any:
-    """Put saved tensors that belong to no parameter where the optimizer has those of now.
+    """Put saved tensors that belong to no parameter on the devices of the optimizer's current ones.
 
-    Without one of now, a tensor goes where the first parameter of its shape is, or stays in host memory.
+    Without a current one, a tensor goes to the device of the first parameter of its shape, or stays in host memory.
     """
     now = dict(tree_leaves_with_path(current))
 
@@ -274,7 +273,7 @@ def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: 
 def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `state_by_name` returned with the dtypes that the parameters had then, under "dtypes".
 
-    `weights`: of the same checkpoint.
+    `weights`: the weights in the same checkpoint.
     """
     tensors = {name: value for name, value in weights.items() if isinstance(value, (torch.Tensor, StoredTensor))}
     names = [name for group in state["param_groups"] for name in group["params"]]
@@ -284,7 +283,7 @@ def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[st
 def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
     """Whether an optimizer chose the dtype of a saved tensor, as for float32 moments of bfloat16 parameters.
 
-    A tensor without dimensions, such as a step, always has a dtype of its own.
+    A tensor without dimensions, such as a step, always keeps its dtype.
 
     Args:
         parameter: dtype of the tensor's parameter when it was saved; None: unknown.
@@ -295,7 +294,7 @@ def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
 def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load what `state_by_position` returned.
 
-    Tensors with a dtype of their own keep it: torch rounds all of them to the dtypes of their parameters.
+    Tensors keep a dtype that the optimizer chose: torch rounds all of them to the dtypes of their parameters.
     """
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
@@ -319,7 +318,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def _take_unrounded(
     optimizer: Optimizer, parts: Sequence[Any], parameters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Put the saved tensors where torch has rounded those with a dtype of their own."""
+    """Put the saved tensors where torch has rounded tensors whose dtype the optimizer chose."""
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
     saved = state.get("state", {})
     for position, parameter in enumerate(parameters):
@@ -332,7 +331,7 @@ def _take_unrounded(
 def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
     """Give an optimizer the list and dicts of groups that it had, and the generators in them.
 
-    Torch has made new ones, and optimizers in one another share them.
+    Torch has made new ones, and nested optimizers share them.
     """
     now = [*optimizer.param_groups]
     for old, new in zip(groups, now, strict=False):
@@ -352,7 +351,7 @@ def _take_ids_for_parameters(optimizer: Optimizer) -> None:
 
 
 def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype | None]) -> None:
-    """Set what an optimizer keeps outside of its `state_dict`, or that of the optimizer around it."""
+    """Set what an optimizer keeps outside of its `state_dict`, and of the `state_dict` of the optimizer around it."""
 
     def placed(parameter: torch.Tensor, on_device: bool, value: torch.Tensor) -> torch.Tensor:
         dtype = value.dtype if has_own_dtype(value, dtypes.get(id(parameter))) else parameter.dtype

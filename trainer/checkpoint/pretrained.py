@@ -113,8 +113,8 @@ def weights_for(
 ) -> dict[str, FileTensor]:
     """Return pretrained weights by the names of the module's `state_dict`; a tied weight by all of its names.
 
-    A model that is an attribute of the module is found by its names: those of the weights get the prefix with which
-    most of them are in the module.
+    A model that is an attribute of the module is found by its names: the weights get the prefix that makes most of
+    their names known to the module.
 
     Args:
         module: with its layers, not sharded yet.
@@ -159,14 +159,14 @@ def _add_ties(own: Mapping[str, torch.Tensor], plain: Mapping[str, str | None], 
 
 
 def _by_names_of(module: nn.Module, weights: Mapping[str, FileTensor], known: Container[str]) -> dict[str, FileTensor]:
-    """Return weights with the prefix with which most of their names are known."""
+    """Return weights with the prefix that makes most of their names known."""
     prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
     prefix = max(prefixes, key=lambda one: sum(one + name in known for name in weights))
     return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
 def _two_values(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -> list[str]:
-    """Return a problem for each tensor of the module to which the weights give two values."""
+    """Return a problem for each tensor of the module that gets two values from the weights."""
     of_tensor: dict[int, FileTensor] = {}
     problems = []
     for name, value in found.items():

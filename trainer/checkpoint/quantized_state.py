@@ -37,7 +37,7 @@ def quantize_again(optimizer: Optimizer) -> None:
 
 
 def _set(quantized: Any, values: torch.Tensor) -> None:
-    """Set a quantized tensor to values; those of a checkpoint of the same layout, exactly.
+    """Set a quantized tensor to values; exactly, if they come from a checkpoint of the same layout.
 
     torchao would take the largest value of a block as its scale. That is not the scale of values that were quantized
     once, where the largest one is negative: the code for it stands for a little less.

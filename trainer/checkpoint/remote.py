@@ -5,7 +5,7 @@ write or one in progress, and readers skip it. Deleting starts with the manifest
 replaces another are in a folder in it, which the new manifest names. An operation that fails is tried again, as
 `PAUSES` says. tenacity was tried: it saves no line, and draws its pauses from the generator of the user's program; of
 fsspec's stores some try again, each in its own way, and most do not. Stores have to show at once what was written, as
-those of Amazon (since 2020), Google and Microsoft do.
+Amazon's (since 2020), Google's and Microsoft's do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read and write the safetensors file format, one tensor at a time.
 
-The files are those of the safetensors library (https://huggingface.co/docs/safetensors). This codec exists because the
-library moves all tensors of a file to the CPU before it writes the first one, and cannot hash on the way: every file
+The format is the safetensors library's (https://huggingface.co/docs/safetensors). This codec exists because the library
+moves all tensors of a file to the CPU before it writes the first one, and cannot hash on the way: every file
 would have to be read once more for its checksum, when written and when read.
 """
 

@@ -57,7 +57,7 @@ Kind = Any
 - a tuple of kinds: any of them
 - `[kind]`: a list with items of a kind
 - `{str: kind}`: a dict from str to values of a kind
-- `{"name": kind, "other?": kind}`: a dict with these keys, of which those with "?" may be missing; others are allowed
+- `{"name": kind, "other?": kind}`: a dict with these keys; keys with "?" may be missing, others are allowed
 """
 
 

@@ -45,7 +45,7 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
 
 
 def real_path(path: StoragePath) -> StoragePath:
-    """Return the one path of a place on this machine, without links; a URL as it is."""
+    """Return the real path of a place on this machine, without links; a URL unchanged."""
     return path.resolve() if isinstance(path, Path) else path
 
 
@@ -144,7 +144,7 @@ _REMOTE: Storage[RemotePath] = RemoteStorage()
 
 
 def storage_of(path: StoragePath) -> Storage[Any]:
-    """Return the storage in which a path lies."""
+    """Return the storage of a path."""
     return _REMOTE if isinstance(path, RemotePath) else _LOCAL
 
 

@@ -26,7 +26,7 @@ from trainer.fault_tolerance.fault_points import fault_point
 log = logging.getLogger("trainer")
 
 _LARGE = 16 << 20
-"""Bytes of a checkpoint from which its files are written at once."""
+"""Bytes of a checkpoint; a larger one's files are written in parallel."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def plan_save(
 
     Raises:
         UnstorableError: something cannot be stored (names each field).
-        CheckpointError: a key is no name of a file, or parts of a sharded tensor are missing.
+        CheckpointError: a key cannot name a file, or parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
     plain: Any = None
@@ -111,11 +111,11 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
-    """Serialize each top-level key by itself.
+    """Serialize each top-level key separately.
 
     Raises:
         UnstorableError: something cannot be stored; names each field.
-        CheckpointError: a key is no name of a file.
+        CheckpointError: a key cannot name a file.
     """
     keys: dict[str, Serialized] = {}
     refused = Refused()
@@ -265,7 +265,7 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
 def _write_together(
     files: dict[str, dict[str, torch.Tensor]], write: Callable[[str, dict[str, torch.Tensor]], FileEntry]
 ) -> dict[str, FileEntry]:
-    """Write the files, each in a thread of its own if they are large, and return their entries.
+    """Write the files, each in its own thread if they are large, and return their entries.
 
     Tensors of a device are read in this thread, whose current stream has computed them.
     """

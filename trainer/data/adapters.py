@@ -36,7 +36,7 @@ def make_batch_loader(
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
     sample counts exactly once, and any position is reached without reading samples. Everything else (a subclass of
-    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used as it is, by an
+    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used unchanged, by an
     `IterableLoader`.
 
     Args:
@@ -49,7 +49,7 @@ def make_batch_loader(
         shuffle: override the loader: False for the same order in every epoch.
         seed_per_sample: seed the random numbers of loading for each sample instead of each micro-batch.
         pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
-        split: False: each rank gets what the sampler of its own DataLoader gives.
+        split: False: each rank gets what its own DataLoader's sampler gives.
 
     Raises:
         ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.

@@ -1,4 +1,4 @@
-"""DistributedBatchSampler: which samples a process loads, in which order, from any position on."""
+"""DistributedBatchSampler: choose the samples of a process and their order, from any position on."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class DistributedBatchSampler:
 
     The batches of a user's own batch sampler are not split: in round k rank r takes batch k*W+r. The order of torch's
     own samplers is computed at any position. Another sampler is iterated itself, on every rank alike, with random
-    numbers of (seed, epoch) only; one that shards by itself (`num_replicas` > 1 and `rank`, like a subclass of
-    DistributedSampler) is used as it is.
+    numbers of (seed, epoch) only; one that does its own sharding (`num_replicas` > 1 and `rank`, like a subclass of
+    DistributedSampler) is used unchanged.
 
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
@@ -90,7 +90,7 @@ class DistributedBatchSampler:
         pad: padding in evaluation, too.
         shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
-        split: False: the sampler gives this process's part, as one that shards by itself does.
+        split: False: the sampler gives this process's part already.
         seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
             each batch, of (seed, epoch, global micro-batch, rank).
     """
@@ -122,7 +122,7 @@ class DistributedBatchSampler:
         self._shuffle, self.reshuffles = shuffle, shuffle is not False
         self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
         self._sizes: dict[str, Any] | None = None
-        """The sizes with which the epoch in progress began, from a checkpoint; None: as they are."""
+        """The sizes at the beginning of the epoch in progress, from a checkpoint; None: the current sizes."""
         self._epoch, self._start, self._again = 0, 0, 0
         self._limit: int | None = None
         self._restored: dict[str, Any] | None = None
@@ -132,12 +132,12 @@ class DistributedBatchSampler:
         self._seed_per_sample, self.seed_rank = seed_per_sample, rank
         self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
         self._now: list[dict[str, Any]] = []
-        """The attributes that samplers of torch get once the order of an epoch that goes on is drawn."""
+        """The attributes to set in torch's samplers once the order of a resumed epoch is drawn."""
         self._latest: deque[tuple[int, int, Any]] | None = None
         """Epoch, number and indices of the latest batches, which workers may be loading; None: they are not kept."""
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
-        """Read batch size, length and indices anew; see `BatchLoader.measure`."""
+        """Read batch size, length and indices again; see `BatchLoader.measure`."""
         if start == 0:
             self._sizes = None
         sampler = _public(self._loader)[2]
@@ -155,7 +155,7 @@ class DistributedBatchSampler:
         self._read_sizes()
 
     def forget_sizes(self) -> None:
-        """Go on inside an epoch with the sizes of now."""
+        """Continue an epoch with the current sizes."""
         self._sizes = None
 
     def _seed(self, seed: int, generators: Sequence[OwnGenerator]) -> None:
@@ -251,7 +251,7 @@ class DistributedBatchSampler:
     def numbers(self) -> dict[str, str]:
         """Return the numbers that decide the order, by the names of the samplers' attributes.
 
-        Without those that are restored from a checkpoint. Empty for a sampler that shards by itself, or is replaced.
+        Without numbers that a checkpoint restores. Empty for a sampler that does its own sharding, or is replaced.
         """
         if self.shards_itself or type(self.sampler) is DistributedSampler:
             return {}
@@ -271,10 +271,10 @@ class DistributedBatchSampler:
         return globals_fingerprints(chain.from_iterable(map(functions_of, _nested(self.sampler))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes with which the epoch in progress began, the attributes that the user's samplers have changed
+        """Return the sizes at the beginning of the epoch, the attributes that the user's samplers have changed
         since the run began, and their own states.
 
-        "start", "own_start": as they were at the start of the epoch; "now", "own_now": as they are.
+        "start", "own_start": the values at the start of the epoch; "now", "own_now": the current ones.
         """
         if self._restored is not None:
             return self._restored

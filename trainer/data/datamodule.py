@@ -44,8 +44,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
         trainer.fit(module, datamodule=Digits(batch_size=64))
 
-    The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is that of
-    one process. A loader method that is not overridden means that there is no such data.
+    The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is one
+    process's. A loader method that is not overridden means that there is no such data.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         Args:
             checkpoint_path: a checkpoint folder.
             map_location, weights_only: no effect: a data module's state is on the CPU, and contains no code.
-            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            hparams_file: a file of hyperparameters, YAML or JSON, which replace the checkpoint's.
             hyperparameters: override the stored ones.
 
         Raises:

@@ -37,9 +37,9 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def fingerprint(value: Any) -> str | None:
-    """Return a description by which two values can be compared; None if the value holds no numbers.
+    """Return a description for comparing two values; None if the value holds no numbers.
 
-    An int or bool is described by itself; a range, list, array or tensor of numbers by its size and a hash, which do
+    An int or bool is its own description; a range, list, array or tensor of numbers by its size and a hash, which do
     not depend on its type.
     """
     if type(value) in (bool, int):
@@ -280,7 +280,7 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def name_of(function: Any) -> str:
-    """Return a name by which two processes can compare a function: of a lambda with its place, of an object its class.
+    """Return a name for comparing a function between processes: of a lambda with its place, of an object its class.
 
     What the function holds or encloses, such as a generator or a rank, does not count.
     """

@@ -27,7 +27,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Hugging Face's models attend within documents when they get `position_ids` that begin again, no attention mask and
     no cache: `model(input_ids=..., position_ids=..., use_cache=False)`, in batches of any size. For other models there
-    is `attention_mask(document_ids)`. Which document is in which row depends on the lengths alone, so that a resumed
+    is `attention_mask(document_ids)`. The rows depend on the lengths alone, so that a resumed
     run has the same rows.
 
     Args:

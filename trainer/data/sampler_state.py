@@ -34,7 +34,7 @@ def own_generators(*owners: Any, of_data: bool = False) -> list[OwnGenerator]:
     The default generators of torch, numpy and `random` are left out.
 
     Args:
-        of_data: also those of datasets.
+        of_data: also generators of datasets.
     """
     opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
     found = walk(dict(enumerate(owners)), _MAX_DEPTH, _global_generators(), opaque, generator_kinds())
@@ -127,7 +127,7 @@ def set_attributes(sampler: Any, values: dict[str, Any], in_place: bool = False)
     """Set attributes that `changed_attributes` returned; names of methods and properties are skipped.
 
     Args:
-        in_place: tensors stay the same objects, which may be those of a module.
+        in_place: tensors stay the same objects, which a module may share.
     """
     before = attributes(sampler)
     for name, value in values.items():

@@ -38,7 +38,7 @@ class SeededDataset(Dataset[Batch]):
     Args:
         dataset: the user's.
         collate: the user's `collate_fn`.
-        isolated: the context to load in; a worker, which has generators of its own, needs none.
+        isolated: the context to load in; a worker, with separate generators, needs none.
         alone: no other process loads a part of the same micro-batches.
         evaluates: the samples of a batch weight values only, and no gradient.
     """
@@ -162,7 +162,7 @@ def _shapes_in_all(fetched: Any, asked: int) -> tuple[set[tuple[int, ...]], int]
     if not isinstance(fetched, (list, tuple)):  # `__getitems__` has made a batch
         return {shape[1:] for shape in _shapes(fetched)}, asked
     present = [{*_shapes(sample)} for sample in fetched if sample is not None]
-    # Where samples differ in length, a row of the length of one may be others that are joined.
+    # If samples differ in length, a row as long as one sample may consist of several.
     return set.intersection(*present) if present else set(), len(present)
 
 

@@ -1,4 +1,4 @@
-"""ShardedDataLoader: a plain torch DataLoader over a map-style dataset, of which each process loads its part."""
+"""ShardedDataLoader: a plain torch DataLoader over a map-style dataset; each process loads its part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_plain(loader: Any) -> bool:
 
 class ShardedDataLoader(BatchLoader):
     """The user's DataLoader, made again from its public attributes around a `DistributedBatchSampler` and a
-    `SeededDataset`; the global generators of the process stay as they are.
+    `SeededDataset`; the global generators of the process stay unchanged.
 
     The random numbers in a batch (torch, numpy, random) depend on (seed, epoch, position, rank), not on the process
     that loads it, so a resumed run and any `num_workers` (0 included) load the same. With `seed_per_sample` they do not
@@ -72,7 +72,7 @@ class ShardedDataLoader(BatchLoader):
         self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
         own = sampler.num_global_batches if sampler.pads else sampler.num_local_batches()
-        # Of this process; in training the length may be that of another one.
+        # Of this process; in training the length may be another process's.
         self._promised = own if own is None or self.limit is None else min(own, self.limit)
         self.batch_size = _batch_size(sampler)
         if self.parts > 1:
@@ -213,7 +213,7 @@ class ShardedDataLoader(BatchLoader):
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return self._begin()
-        # What a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
+        # As a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
 
@@ -245,7 +245,7 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
         "its DistributedSampler is replaced: every process gets its part, without repeated samples": (
             type(source) is DistributedSampler
         ),
-        f"its {kind} shards by itself (num_replicas, rank) and is used as it is": sampler.shards_itself,
+        f"its {kind} does its own sharding (num_replicas, rank) and is used unchanged": sampler.shards_itself,
         "its generator is not used: the order comes from the trainer's seed and the epoch": (
             known is not None and getattr(source, "generator", None) is not None
         ),

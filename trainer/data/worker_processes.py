@@ -33,7 +33,7 @@ _FORK_HANGS = sys.version_info < (3, 11, 8)
 https://github.com/python/cpython/issues/112275
 """
 _BEGIN_S = 5.0
-"""Seconds in which a forked worker has to begin, when `_FORK_HANGS`; twice as many in each further try."""
+"""Seconds for a forked worker to begin, when `_FORK_HANGS`; twice as many in each further try."""
 _TRIES = 4
 
 
@@ -54,7 +54,7 @@ class _Start:
         """Make this worker end with the process that started it, and ignore the signals that stop a run."""
         leave_signals_to_parent()
         self._end_with_parent()
-        # torch installs a handler of its own for SIGTERM when its part of the worker begins.
+        # torch installs its own handler for SIGTERM when its part of the worker begins.
         torchs: Any = signal_handling
         torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
 

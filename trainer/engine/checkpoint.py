@@ -99,7 +99,7 @@ def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) 
     if parts.optimizers and engine._backwards and engine.loaders.in_training():
         raise ConfigError(
             "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
-            "loop (break), load, and begin it again: it goes on with the batch after the checkpoint."
+            "loop (break), load, and begin it again: it continues with the batch after the checkpoint."
         )
     where = as_storage_path(path)
     checkpoint = read_entries(where, _KINDS, True, strategy.shards_state, strategy.processes)
@@ -190,7 +190,7 @@ class ProgramState:
         return parts_of(models, {f"optimizer {key}": one.optimizer for key, one in self.optimizers.items()})
 
     def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
-        """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""
+        """Return prefixes for the models' names in a checkpoint; no model's names begin with another's prefix."""
         return {key: "" if len(keys) == 1 else _beginning(key, keys) for key in keys}
 
     def tensors(self) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class Engine(Answers):
                 engine.backward(loss)
                 optimizer.step()
 
-    With several devices the script is started once for each, at the `with`. The names are those of Lightning's Fabric;
-    docs/engine.md shows what differs.
+    With several devices the script is started once for each, at the `with`. The names are the same as in Lightning's
+    Fabric; docs/engine.md shows what differs.
 
     Args:
         accelerator, devices, num_nodes, strategy, precision, seed, seed_per_sample, deterministic: as in `Trainer`.
@@ -131,8 +131,8 @@ class Engine(Answers):
         self._entered = self._begun = self._unstepped = False
         """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
         self._backwards = self.steps = self._calls = 0
-        """`_calls`: of models and of backward that need all processes, by which a process that goes on without the
-        others is found. Others do not count: an evaluation may have other numbers of batches elsewhere."""
+        """`_calls`: calls of models and of backward that need all processes; they show that a process has continued
+        without the others. Other calls do not count: an evaluation may have different numbers of batches elsewhere."""
         if seed is not None:
             seed_generators(seed)
 
@@ -253,7 +253,7 @@ class Engine(Answers):
 
         A plain DataLoader is split over the processes. In training each process gets the same number of batches, if
         need be by a batch of repeated samples; see `EngineLoader.samples`. With `training=False` each sample comes
-        exactly once, and processes may have different numbers of batches. Other iterables are used as they are.
+        exactly once, and processes may have different numbers of batches. Other iterables are used unchanged.
 
         Raises:
             ConfigError: a loader cannot be used, or the processes' loaders differ.
@@ -416,7 +416,7 @@ class Engine(Answers):
         return without_cast(self.strategy)(obj)
 
     def init_module(self) -> AbstractContextManager[Any]:
-        """Return a context in which layers are made in the dtype of the precision."""
+        """Return a context that makes layers in the dtype of the precision."""
         return self.config.precision.init_context()
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class Engine(Answers):
         """Return the tensors in `data` of all processes, joined along their first dimension in rank order. Collective.
 
         The lengths of that dimension may differ. A process without a tensor gives None in its place. On one process
-        `data` is returned unchanged. `sync_grads` and `check` are those of `all_gather`.
+        `data` is returned unchanged. `sync_grads` and `check`: as in `all_gather`.
         """
         self._begin_call("gather_uneven", None, check)
         return gather_uneven(data, self.device, self.strategy.processes, sync_grads)
@@ -488,7 +488,7 @@ class Engine(Answers):
     def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean", check: bool = True) -> Any:
         """Return the tensors and numbers in `data`, each reduced over all processes to a tensor. Collective.
 
-        `check` is that of `all_gather`.
+        `check`: as in `all_gather`.
         """
         if reduce_op not in ("mean", "avg", "sum", "min", "max"):
             raise ConfigError(f"engine.all_reduce(reduce_op={reduce_op!r}): give 'mean', 'sum', 'min' or 'max'.")
@@ -575,7 +575,7 @@ class Engine(Answers):
 
         Args:
             state: the same names as in `save`; fewer, for the weights alone.
-            strict: False: weights and names that are missing on either side are left as they are.
+            strict: False: weights and names that are missing on either side stay unchanged.
 
         Raises:
             CheckpointError: there is no valid checkpoint, or it does not fit.

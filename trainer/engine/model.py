@@ -42,7 +42,7 @@ class Adapter(TrainModule):
 class EngineModule(nn.Module):
     """A model that `Engine.setup` returned: called like the module itself, with all attributes of the module.
 
-    Its parameters, keys and submodules are those of the module.
+    It shares the module's parameters, keys and submodules.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class EngineModule(nn.Module):
         dtype, casts = strategy.precision.weights, strategy.precision.casts_batch
         plain = keeps_step(strategy) and not casts
         own = vars(self)
-        # Shared, not registered as a child, so that all names stay as they are.
+        # Shared, not registered as a child, so that all names stay the same.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "training": module.training, "_strategy": strategy, "_engine": engine}
         own |= {"_finite": finite, "_changes": changes, "_trains": trains, "_casts": casts, "_plain": plain}
@@ -117,7 +117,7 @@ class EngineModule(nn.Module):
             return strategy.call_step("training_step", *call)
 
     def _to_float(self, leaf: Any) -> Any:
-        """Return an output in 16 bits as float32, in which a loss of it is computed."""
+        """Return an output in 16 bits as float32, so that losses are computed in float32."""
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._low else leaf
 
     def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
@@ -191,7 +191,7 @@ class EngineOptimizer(Optimizer):
     """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
 
     def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
-        # Not super().__init__: groups and states are those of the optimizer.
+        # Not super().__init__: groups and states belong to the given optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
         self.stepping = False
         self.waits = False

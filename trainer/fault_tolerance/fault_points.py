@@ -50,7 +50,7 @@ class Fault:
     count: int = 1
     """The number of the pass at which the fault is injected, from 1."""
     rank: int | None = None
-    """The process in which the fault is injected; None: each one that reaches the point."""
+    """The process that gets the fault; None: each one that reaches the point."""
 
     def __str__(self) -> str:
         return f"{self.point}:{self.count}{'' if self.rank is None else f'@{self.rank}'}={self.action}"

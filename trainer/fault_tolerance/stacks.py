@@ -58,7 +58,7 @@ def users_calls() -> str:
 
 
 def raised_in(error: BaseException) -> str:
-    """Return the same of the calls in which `error` was raised."""
+    """Return the same description of the calls that raised `error`."""
     return _innermost(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 

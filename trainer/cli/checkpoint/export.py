@@ -136,7 +136,7 @@ def _adapters(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
 
 
 def _chosen(option: str, models: Mapping[str, Any], prefix: str | None) -> str:
-    """Return the prefix of the model to write: the given one, or that of the only one."""
+    """Return the prefix of the model to write: the given one, or the only model's."""
     if prefix not in models and (prefix is not None or len(models) > 1):
         raise ConfigError(f"{option}: give --prefix and one of: {', '.join(models)}.")
     return next(iter(models)) if prefix is None else prefix
@@ -149,7 +149,7 @@ def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[s
 
 
 def _held(state: Mapping[str, Any], ema: bool) -> dict[str, Any]:
-    """Return the weights to export: those of evaluations; with `ema` their average in place of those that have one.
+    """Return the weights to export: the weights of evaluations; with `ema` the averages where there are some.
 
     Raises:
         ConfigError: the checkpoint has no average.
@@ -213,7 +213,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
 
 
 def _configs(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of the files next to the weights of a Hugging Face model, those of its tokenizer included."""
+    """Return the contents of the files next to the weights of a Hugging Face model, its tokenizer's included."""
     texts = state.get("processing", {})
     require(texts, {str: str}, "'processing'")
     if wrong := [name for name in texts if not is_processing_file(name)]:

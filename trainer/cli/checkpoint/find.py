@@ -62,7 +62,7 @@ def newest_of(folders: list[StoragePath]) -> StoragePath:
 
 
 def _time_of(checkpoint: StoragePath) -> float:
-    """Return the time at which a checkpoint's state was captured, or else written; -1: it is not known."""
+    """Return the time of a checkpoint's capture, or else of its write; -1: unknown."""
     manifest = manifest_or_damage(checkpoint)
     captured = None if isinstance(manifest, CheckpointError) else manifest.info.get("captured")
     if type(captured) is int and 0 <= captured < 2**63:
@@ -139,7 +139,7 @@ def leftover_names(folder: StoragePath) -> list[str]:
 
 
 def written_at(path: StoragePath) -> float | None:
-    """Return the time at which a checkpoint was committed, in seconds since 1970; None if there is no manifest."""
+    """Return the time of a checkpoint's commit, in seconds since 1970; None without a manifest."""
     try:
         return storage_of(path).modified(path / MANIFEST_FILE)
     except OSError:

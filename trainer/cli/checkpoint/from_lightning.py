@@ -38,10 +38,10 @@ OF_THE_FILE = (
 
 
 def import_lightning(options: argparse.Namespace) -> int:
-    """Import a file in a process of its own; return the exit code.
+    """Import a file in a separate process; return the exit code.
 
     Raises:
-        CheckpointError: there is no such file, it is no checkpoint of Lightning, or would run code.
+        CheckpointError: there is no such file, it is not a checkpoint of Lightning, or would run code.
     """
     if not Path(options.path).is_file():
         raise CheckpointError(f"{options.path} is not a file: give a .ckpt file that Lightning has written.")
@@ -156,7 +156,7 @@ def _read(file: str) -> Mapping[str, Any]:
             read = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise CheckpointError(f"to read it would run code ({_cause(str(error))}). {INSTEAD}") from None
-    except Exception as error:  # of any kind, from a file that is no pickle
+    except Exception as error:  # of any kind, from a file that is not a pickle
         raise CheckpointError(f"it is damaged, or not a file of torch.save ({_cause(str(error))}).") from None
     if not isinstance(read, dict):
         raise CheckpointError(f"it contains a {type(read).__name__}, where files of Lightning have a dict.")
@@ -164,7 +164,7 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _harmless() -> list[Any]:
-    """Return the classes besides torch's that may be made from a file: those of paths, and of numpy's numbers.
+    """Return the classes besides torch's that may be made from a file: classes of paths, and of numpy's numbers.
 
     They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
     versions call differently, and becomes one of this machine.

@@ -23,7 +23,7 @@ class NotMappedError(Exception):
 
 
 def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint with which `fit(ckpt_path=)` goes on: all but weights and hyperparameters.
+    """Return the entries that `fit(ckpt_path=)` needs to continue: all but weights and hyperparameters.
 
     The metrics and random numbers of the file's training are not taken: Lightning does not store them.
 
