@@ -163,8 +163,11 @@ class CheckpointDirectory:
                 return found
             raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
         given = as_storage_path(wanted)
-        paths = (given,) if given.is_absolute() else (given, self.folder / str(wanted))
-        for path in filter(None, [self.pointer("best")] if str(wanted) == "best" else paths):
+        paths = [given] if given.is_absolute() else [given, self.folder / str(wanted)]
+        if str(wanted) == "best":
+            best = self.pointer("best")
+            paths = [best] if best else []
+        for path in paths:
             with reading(path):
                 is_there = path.exists()
             if is_there:

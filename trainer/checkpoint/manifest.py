@@ -175,7 +175,7 @@ def require_committed(folder: StoragePath) -> StoragePath:
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
     inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
     info, files, version = body.get("info"), body.get("files"), body.get("version")
-    algorithm = ALGORITHMS.get(version) if type(version) is int and body.keys() == names else None
+    algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
     known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
     if not known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")

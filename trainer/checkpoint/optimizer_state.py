@@ -30,7 +30,7 @@ from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
 from trainer.errors import CheckpointError, first_of
 from trainer.model.reachable import is_generator
-from trainer.optimizers import optimizers_inside
+from trainer.optimizers import optimizers_inside, parameters_of
 
 Take = Callable[[torch.Tensor, Loadable], torch.Tensor]
 """Converts a tensor of a saved state to the one to load, which belongs to a tensor of this process."""
@@ -120,7 +120,7 @@ def _parts(
                 if key not in name_of:
                     raise CheckpointError(_not_in(part, key, "the module"))
                 found["state"][name_of[key]] = in_full_precision(value)
-        shared = [id(group) for group in optimizer.param_groups] if path else [id(group) for group in part.param_groups]
+        shared = {id(group) for group in (optimizer if path else part).param_groups}
         if any(id(group) not in shared for group in part.param_groups):
             found["param_groups"] = [options_of(group) for group in part.param_groups]
         if any(found.values()):
@@ -183,9 +183,10 @@ def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
     Does nothing if the module lacks a parameter of them.
     """
     parameters, groups, saved = dict(module.named_parameters()), optimizer.param_groups, state["param_groups"]
-    if any(name not in parameters for group in saved for name in group["params"]):
+    try:
+        members = [[parameters[name] for name in group["params"]] for group in saved]
+    except KeyError:
         return
-    members = [[parameters[name] for name in group["params"]] for group in saved]
     del groups[len(saved) :]
     for group, own in zip(groups, members, strict=False):
         group["params"] = own
@@ -302,7 +303,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for one, kept, before in groups:
         _take_ids_for_parameters(one)
         _keep_groups(one, kept, before)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of([optimizer])
     _take_unrounded(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
@@ -344,7 +345,7 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
 
 def _take_ids_for_parameters(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
-    ids = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    ids = {id(parameter): parameter for parameter in parameters_of([optimizer])}
     state: dict[Any, Any] = vars(optimizer).get("state", {})
     by_id = {key: state.pop(key) for key in [*state] if type(key) is int and key in ids}
     state.update({ids[key]: values for key, values in by_id.items()})
@@ -417,11 +418,7 @@ def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -
             f"the imported optimizer has groups of {[*map(len, saved)]} parameters, and {type(optimizer).__name__} of "
             f"configure_optimizers has {[*map(len, names)]}: give it the same groups, or start from the weights alone."
         )
-    name_of = {
-        position: name
-        for ours, theirs in zip(names, saved, strict=True)
-        for name, position in zip(ours, theirs, strict=True)
-    }
+    name_of = dict(zip(chain.from_iterable(saved), chain.from_iterable(names), strict=True))
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     by_name = {name_of[position]: values for position, values in state["state"].items()}
     for name, _, shape in _shapes(by_name):

@@ -35,7 +35,7 @@ class Array:
     dtype: Any
     shape: tuple[int, ...]
 
-    def fits(self, value: object) -> bool:
+    def fits(self, value: Any) -> bool:
         """Whether a value is such a tensor or array."""
         array = isinstance(value, (torch.Tensor, np.ndarray))
         return array and (value.dtype, tuple(value.shape)) == (self.dtype, self.shape)

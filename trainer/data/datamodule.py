@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -126,22 +126,22 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """
         from torch.utils.data import DataLoader, IterableDataset
 
-        def loader(dataset: Any, shuffle: bool = False) -> Any:
+        def loader(dataset: Any, shuffle: bool) -> Any:
             shuffle = shuffle and not isinstance(dataset, IterableDataset)
             return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
 
-        def loaders(datasets: Any, shuffle: bool = False) -> Any:
+        def loaders(datasets: Any, shuffle: bool) -> Any:
             if isinstance(datasets, Mapping):
                 return {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
-            is_list = (isinstance(datasets, Sequence) and not hasattr(datasets, "__add__")) or type(datasets) is list
-            return [loader(one, shuffle) for one in datasets] if is_list else loader(datasets, shuffle)
+            if isinstance(datasets, list):
+                return [loader(one, shuffle) for one in datasets]
+            return loader(datasets, shuffle)
 
         module = cls(**options)
-        for stage, datasets in (("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in given.items():
             if datasets is not None:
-                setattr(module, f"{stage}_dataloader", partial(loaders, datasets))
-        if train_dataset is not None:
-            module.train_dataloader = partial(loaders, train_dataset, True)  # type: ignore[method-assign]
+                setattr(module, f"{stage}_dataloader", partial(loaders, datasets, shuffle=stage == "train"))
         return module
 
     @classmethod

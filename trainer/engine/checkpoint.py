@@ -240,21 +240,20 @@ class ProgramState:
         }
         if strict:
             self._require(kinds, saved, left_out, path)
-        for key, model in self.models.items():
-            if key in saved["models"]:
-                with restoring("the weights"):
-                    own = _of_model(checkpoint["model"], saved["models"][key])
-                    model._strategy.load_module_state(own, strict)
-        for key, optimizer in self.optimizers.items():
-            if key in saved["optimizers"]:
-                self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
-        for key, one in self.stateful.items():
-            if key in saved["stateful"]:
-                with restoring(f"the state of {key}"):
-                    one.load_state_dict(saved["stateful"][key])
+        # In the order of the program, which is the same on all processes.
+        known = {kind: [key for key in wanted if key in saved[kind]] for kind, wanted in kinds.items()}
+        for key in known["models"]:
+            with restoring("the weights"):
+                own = _of_model(checkpoint["model"], saved["models"][key])
+                self.models[key]._strategy.load_module_state(own, strict)
+        for key in known["optimizers"]:
+            self._restore_optimizer(self.optimizers[key], checkpoint, saved, saved["optimizers"].index(key))
+        for key in known["stateful"]:
+            with restoring(f"the state of {key}"):
+                self.stateful[key].load_state_dict(saved["stateful"][key])
         values: dict[str, Any] = saved["values"]
         if isinstance(self.state, dict):
-            self.state.update({key: values[key] for key in self.values if key in values})
+            self.state.update({key: values[key] for key in known["values"]})
         return {key: value for key, value in values.items() if key not in self.values}
 
     def _require(

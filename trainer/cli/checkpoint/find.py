@@ -122,8 +122,8 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     names = [one.name for one in checkpoints_in(folder)]
     target: StoragePath | None = folder / str(wanted) if wanted in names else None
     if wanted in (None, *POINTERS):
-        of_pointers = filter(None, map(store.pointer, dict.fromkeys((wanted or "last", "last"))))
-        target = next(of_pointers, None) or next(reversed(store.list()), None)
+        of_pointers = [store.pointer(name) for name in dict.fromkeys((wanted or "last", "last"))]
+        target = next((one for one in of_pointers if one is not None), None) or next(reversed(store.list()), None)
     if target is None:
         guess = did_you_mean(str(wanted), [*names, *POINTERS])
         raise CheckpointError(
