@@ -60,10 +60,7 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def weight_sums(
-    state: Mapping[str, Any],
-    names: list[str],
-    gather: Callable[[Any], list[Any]],
-    rounded: bool = True,
+    state: Mapping[str, Any], names: list[str], gather: Callable[[Any], list[Any]], rounded: bool = True
 ) -> dict[str, int]:
     """Return sums of the bits of some weights, by name: equal under every strategy and precision. Collective.
 

@@ -24,13 +24,7 @@ from trainer.checkpoint.manifest import DATA_FILE, Manifest, location, read_data
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
 from trainer.checkpoint.shards import StoredTensor
-from trainer.checkpoint.storage import (
-    StoragePath,
-    check_entry,
-    open_entry,
-    reading,
-    storage_of,
-)
+from trainer.checkpoint.storage import StoragePath, check_entry, open_entry, reading, storage_of
 from trainer.errors import CheckpointError, did_you_mean
 
 

@@ -14,14 +14,7 @@ from typing import Any
 from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
 from trainer.checkpoint.disk import ALGORITHMS, MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.remote import NEW
-from trainer.checkpoint.storage import (
-    StoragePath,
-    as_storage_path,
-    check_entry,
-    open_entry,
-    read_small_file,
-    reading,
-)
+from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, open_entry, read_small_file, reading
 from trainer.errors import CheckpointError, did_you_mean
 
 FORMAT = "exact-trainer checkpoint"

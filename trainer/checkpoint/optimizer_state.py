@@ -198,10 +198,7 @@ def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 
 
 def state_by_position(
-    module: nn.Module,
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    take: Take = lambda like, value: materialize(value),
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], take: Take = lambda like, value: materialize(value)
 ) -> dict[str, Any]:
     """Invert `state_by_name`, for this optimizer's own parameters: the state dict, "dtypes" and "parts".
 

@@ -65,7 +65,11 @@ def make_batch_loader(
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
-    _refuse_others(loader, label)
+    if not defines(loader, "__iter__", "__getitem__"):
+        raise ConfigError(
+            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
+            "object with __iter__ that yields batches."
+        )
     if not is_plain(loader):
         cut = split and world_size > 1 and repeats_samples(loader)
         return IterableLoader(
@@ -105,15 +109,6 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
     if _is_several(loaders):
         return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
     return {"": loaders}
-
-
-def _refuse_others(loader: Any, label: str) -> None:
-    """Raise ConfigError for what yields nothing."""
-    if not defines(loader, "__iter__", "__getitem__"):
-        raise ConfigError(
-            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
-            "object with __iter__ that yields batches."
-        )
 
 
 def _is_several(loaders: Any) -> bool:

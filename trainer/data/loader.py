@@ -80,12 +80,7 @@ class BatchLoader(ABC):
     _newest: weakref.ref[Any] | None = None
     """The newest iterator of the loader, if that may have workers."""
 
-    def __init__(
-        self,
-        loader: Any,
-        label: str,
-        limit: int | float | None,
-    ) -> None:
+    def __init__(self, loader: Any, label: str, limit: int | float | None) -> None:
         self._users = loader
         self.label = label
         """The loader's name in messages."""
@@ -391,4 +386,5 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
 
 
 def _minimum(length: int | None, limit: int | None) -> int | None:
-    return min((one for one in (length, limit) if one is not None), default=None)
+    known: set[Any] = {length, limit} - {None}
+    return min(known, default=None)

@@ -42,11 +42,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self,
-        documents: Sequence[Any],
-        length: int,
-        pad_token_id: int = 0,
-        lengths: Sequence[int] | None = None,
+        self, documents: Sequence[Any], length: int, pad_token_id: int = 0, lengths: Sequence[int] | None = None
     ) -> None:
         if length < 2 or not is_sequence(documents) or (lengths is not None and len(lengths) != len(documents)):
             raise ConfigError(

@@ -77,10 +77,8 @@ def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
         contents: compare checksums of the files, too, and not only their sizes.
     """
     pointed: dict[str, StoragePath | None] = {name: CheckpointDirectory(folder).pointer(name) for name in POINTERS}
-    found = []
-    for path in (*checkpoints_in(folder), *_half_written(folder)):
-        names = [name for name, target in pointed.items() if target == path]
-        found.append(summarize(path, names, contents))
+    paths = (*checkpoints_in(folder), *_half_written(folder))
+    found = [summarize(path, [name for name in pointed if pointed[name] == path], contents) for path in paths]
     return sorted(found, key=lambda one: (step_of(one.info), one.path.name))
 
 
