@@ -58,9 +58,9 @@ def write_the_rest(
             problem = error
     problems = processes.all_gather_object(problem)
     problems[processes.rank] = problem  # with its own class and traceback
-    for one in problems:
-        if one is not None:
-            raise one
+    first = next(filter(None, problems), None)
+    if first is not None:
+        raise first
 
 
 def _take_all_out(

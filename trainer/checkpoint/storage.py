@@ -239,9 +239,10 @@ def check_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> str | Non
     """
     try:
         with open_entry(path, entry, hashing) as reader:
-            buffer = memoryview(bytearray(min(_CHUNK, entry.bytes) if hashing else 0))
-            for start in range(0, entry.bytes if hashing else 0, _CHUNK):
-                reader.read_into(buffer[: entry.bytes - start])
+            if hashing:
+                buffer = memoryview(bytearray(min(_CHUNK, entry.bytes)))
+                for start in range(0, entry.bytes, _CHUNK):
+                    reader.read_into(buffer[: entry.bytes - start])
     except ReadError:
         raise
     except CheckpointError as error:

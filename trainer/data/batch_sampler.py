@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
-from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
+from trainer.data.fingerprints import functions_of, globals_fingerprints, length_of, sampler_fingerprints
 from trainer.data.loader import has_state, round_of
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
@@ -486,13 +486,7 @@ def _public(loader: DataLoader[Any]) -> tuple[int, bool, Any, bool]:
 
 
 def _length(sampler: Any) -> int | None:
-    if type(sampler) is DistributedSampler:
-        dataset: Any = sampler.dataset
-        return len(dataset)
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
+    return length_of(sampler.dataset if type(sampler) is DistributedSampler else sampler)
 
 
 def _shards_itself(sampler: Any) -> bool:

@@ -166,8 +166,9 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """
         checkpoint = read_checkpoint(locate(checkpoint_path))
         kept = checkpoint.get("hyperparameters", {})
-        stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
-        kinds = kept.get("kinds", {}).get("data") if hparams_file is None else None
+        stored, kinds = kept.get("data", {}), kept.get("kinds", {}).get("data")
+        if hparams_file is not None:
+            stored, kinds = read_hyperparameters(hparams_file), None
         inside = kept.get("arguments", {}).get("data")
         datamodule = construct(cls, constructor_arguments(cls, stored, inside, hyperparameters, kinds))
         if checkpoint.get("data"):

@@ -103,7 +103,7 @@ def _by_attribute(dataset: Any, describe: Callable[[Any, int], Iterable[str]]) -
     """Return the texts that `describe` gives of each attribute with the length of its dataset, by class and name."""
     found: dict[str, list[str]] = {}
     for one in _nested(dataset):
-        length = 0 if isinstance(one, (Subset, ConcatDataset)) else _length(one)
+        length = 0 if isinstance(one, (Subset, ConcatDataset)) else length_of(one) or 0
         for name, value in attributes(one).items() if length else ():
             try:
                 texts = [*describe(value, length)]
@@ -162,12 +162,12 @@ def _items(value: Any) -> list[Any]:
     return [*items][:_MOST_ITEMS]
 
 
-def _length(dataset: Any) -> int:
-    """Return the length of a dataset; 0 if it has none."""
+def length_of(value: Any) -> int | None:
+    """Return the length of a dataset, a sampler or a loader; None if it has none."""
     try:
-        return len(dataset)
+        return len(value)
     except (TypeError, NotImplementedError):
-        return 0
+        return None
 
 
 def _nested(dataset: Any) -> Iterator[Any]:

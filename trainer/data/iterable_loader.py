@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
-from trainer.data.fingerprints import describe_function
+from trainer.data.fingerprints import describe_function, length_of
 from trainer.data.loader import Batch, BatchLoader, has_state, round_of
 from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import data_loaders_in
@@ -164,7 +164,7 @@ class IterableLoader(BatchLoader):
         self.note = self._make_note()
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
-        length = _length(self._loader)
+        length = length_of(self._loader)
         if epoch is not None and length is not None:
             # It may depend on the epoch, and on the state at its beginning.
             with isolated_rng(generators=_generators(self._loader)):
@@ -175,7 +175,7 @@ class IterableLoader(BatchLoader):
                 self._told = epoch if state is None or start > 0 else None
                 if state is not None and start > 0:
                     self._load(state)
-            length = _length(self._loader)
+            length = length_of(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)
         # Of this process; in training the length may be another process's.
@@ -498,13 +498,6 @@ def _generators(loader: Any) -> list[OwnGenerator]:
 def _popped(items: list[Any]) -> Iterator[Any]:
     while items:
         yield items.pop()
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from trainer.data.fingerprints import (
     contents_fingerprints,
     describe_function,
     indices_fingerprint,
+    length_of,
     name_of,
     samples_fingerprints,
 )
@@ -194,7 +195,7 @@ class ShardedDataLoader(BatchLoader):
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset
-        length = len(dataset) if hasattr(dataset, "__len__") else None
+        length = length_of(dataset)
         return {
             "loader": "DataLoader, split by the trainer",
             "dataset": type(dataset).__name__ if length is None else f"{type(dataset).__name__}, {length} samples",
