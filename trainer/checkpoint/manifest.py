@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
+from trainer.checkpoint.deserialization import TensorInfo, are_sizes, deserialize, from_json
 from trainer.checkpoint.disk import ALGORITHMS, MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.remote import NEW
 from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, open_entry, read_small_file, reading
@@ -169,15 +169,16 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
     info, files, version = body.get("info"), body.get("files"), body.get("version")
     algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
-    known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
-    if not known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
+    is_known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
+    if not is_known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     entries = {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
-        size, checksum = (entry.get("bytes"), entry.get(algorithm)) if isinstance(entry, dict) else (None, None)
-        if type(size) is not int or not 0 <= size < 2**63 or not isinstance(checksum, str):
+        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        size, checksum = known.get("bytes", -1), known.get(algorithm)
+        if not are_sizes([size]) or not isinstance(checksum, str):
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
         entries[name] = FileEntry(size, checksum, algorithm)
 

@@ -18,7 +18,8 @@ from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
-from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
+from trainer.checkpoint.schema import require
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, real_path, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.model.adapters import options_made_of_weights, without_adapters
 
@@ -59,8 +60,10 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     index = place / INDEX
     if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
-    where: Any = _read_index(index).get("weight_map")
-    files = {*where.values()} if isinstance(where, dict) and {*map(type, where.values())} == {str} else {""}
+    content = from_json(read_small_file(real_path(index), _MAX_INDEX), str(index))
+    require(content, {"weight_map": {str: str}}, str(index))
+    where: dict[str, str] = content["weight_map"]
+    files = {*where.values()}
     if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
         raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
     found = {name: dict(_tensors_of(place / name)) for name in files}
@@ -70,16 +73,9 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     return {name: found[file][name] for name, file in where.items()}
 
 
-def _read_index(path: StoragePath) -> dict[str, Any]:
-    with reading(path), storage_of(path).open_file(_followed(path)) as (file, size):
-        text = file.read(min(size, _MAX_INDEX))
-    content = from_json(text, str(path))
-    return content if isinstance(content, dict) else {}
-
-
 def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
-    file_path = _followed(path)
+    file_path = real_path(path)  # the cache of the Hugging Face hub has links to the files of a revision
     with reading(path), storage_of(path).open_file(file_path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -89,11 +85,6 @@ def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
         raise CheckpointError(f"{path}: its header is not an object")
     header.pop("__metadata__", None)
     return [(name, _tensor(file_path, 8 + length, size, name, entry)) for name, entry in header.items()]
-
-
-def _followed(path: StoragePath) -> StoragePath:
-    """Return the file that a link names: the cache of the Hugging Face hub has links to the files of a revision."""
-    return path.resolve() if isinstance(path, Path) else path
 
 
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:

@@ -114,18 +114,19 @@ class RemotePath:
         Raises:
             OSError: the last try failed, or the store has answered that there is no such object, or no permission.
         """
-        for pause in (*PAUSES, None):
+        for pause in PAUSES:
             try:
-                with self._open_store() as (store, path):
-                    return operation(store, path)
+                return self._call_once(operation)
             except _ANSWERS:
                 raise
             except OSError as error:
-                if pause is None:
-                    raise
                 log.info("%s: %s; trying again", self, error)
                 time.sleep(pause * _JITTER.uniform(1, 2))
-        raise AssertionError("the last pause is None")
+        return self._call_once(operation)
+
+    def _call_once(self, operation: Callable[[Any, str], T]) -> T:
+        with self._open_store() as (store, path):
+            return operation(store, path)
 
     def delete(self, recursive: bool = False) -> None:
         """Delete an object, or with `recursive` everything below this name; does nothing if there is nothing."""

@@ -107,14 +107,13 @@ class SeededDataset(Dataset[Batch]):
         return self.dataset[request.indices]
 
     def _fetch_batch(self, request: SeededIndices) -> Any:
-        fetch = self._fetch_all if hasattr(self.dataset, "__getitems__") else None
         if request.position is None or not self._seeds:
             self._seed(request.seed)
-            return fetch(request.indices) if fetch else [self.dataset[index] for index in request.indices]
+            return self._fetch_all(request.indices)
         samples: list[Any] = []
         for position, index in enumerate(request.indices, request.position):
             self._seed(mix_seed(request.seed, position))
-            fetched = fetch([index]) if fetch else [self.dataset[index]]
+            fetched = self._fetch_all([index])
             if not isinstance(fetched, (list, tuple)):
                 raise ConfigError(
                     f"seed_per_sample=True needs a list of samples, and {type(self.dataset).__name__}.__getitems__ "
@@ -124,6 +123,8 @@ class SeededDataset(Dataset[Batch]):
         return samples
 
     def _fetch_all(self, indices: Any) -> Any:
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self.dataset[index] for index in indices]
         samples = self.dataset.__getitems__(indices)
         # With a collate_fn of the user's, it may be a batch: a list of tensors.
         if type(samples) is list and self._collate is default_collate and len(samples) != len(indices):

@@ -41,8 +41,19 @@ from trainer.strategy import has_gradients, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-_SHARED = "model optimizers gradients? scaler rng loader seed world_size reader_of reporters"
-_KINDS: dict[str, Any] = {name: KINDS[name] for name in _SHARED.split()} | {
+_OF_TRAINER = (
+    "model",
+    "optimizers",
+    "gradients?",
+    "scaler",
+    "rng",
+    "loader",
+    "seed",
+    "world_size",
+    "reader_of",
+    "reporters",
+)
+_KINDS: dict[str, Any] = {name: KINDS[name] for name in _OF_TRAINER} | {
     "engine?": {
         "models": {str: str},
         "optimizers": [str],
@@ -291,9 +302,9 @@ class ProgramState:
         state = renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
         own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
         changes = saved.get("changes", {}).get(key)
-        of_hooks = None if changes is None else (optimizer.model._changes, own, changes)
+        regroup = None if changes is None else partial(optimizer.model._changes.restore_groups, own, changes=changes)
         with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
-            load_optimizer(strategy, optimizer.optimizer, state, weights, of_hooks)
+            load_optimizer(strategy, optimizer.optimizer, state, weights, regroup)
             optimizer.zero_grad()  # gradients of batches that a load inside the training takes back
             if gradients := checkpoint.get("gradients"):
                 waiting = renamed(gradients[number], partial(_with, prefix=prefix))

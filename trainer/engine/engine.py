@@ -53,6 +53,7 @@ from trainer.strategy import (
 log = logging.getLogger("trainer")
 
 ReduceOp = Literal["mean", "avg", "sum", "min", "max"]
+_EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"min": torch.amin, "max": torch.amax}
 
 
 class Engine(Answers):
@@ -511,9 +512,8 @@ class Engine(Answers):
             leaf = torch.tensor(leaf, device=self.device)
         if not isinstance(leaf, torch.Tensor) or (self.world_size == 1 and leaf.is_floating_point()):
             return leaf
-        if reduce_op in ("min", "max"):
-            gathered = gather_nested(leaf, self.device, None, False)
-            return gathered.amin(0) if reduce_op == "min" else gathered.amax(0)
+        if reduce_op in _EXTREMES:
+            return _EXTREMES[reduce_op](gather_nested(leaf, self.device, None, False), 0)
         total = self.strategy.processes.sum(leaf.detach())
         return total if reduce_op == "sum" else total / self.world_size
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +337,8 @@ def _restore_optimizers(run: Run, checkpoint: Mapping[str, Any], changes: Mappin
     for number, (optimizer, state) in enumerate(zip(run.optimizers, checkpoint["optimizers"], strict=True)):
         with restoring(f"the state of {type(optimizer).__name__}"):
             state = checkpoint["optimizers"][number] = with_names(run.module, optimizer, state)
-            of_hooks = (run.hook_changes, number, changes) if regroups else None
-            load_optimizer(strategy, optimizer, state, checkpoint["model"], of_hooks)
+            regroup = partial(run.hook_changes.restore_groups, number, changes=changes) if regroups else None
+            load_optimizer(strategy, optimizer, state, checkpoint["model"], regroup)
     with restoring("the gradients that wait"):
         restore_gradients(run, checkpoint.get("gradients", ()))
     for config, state in zip(run.scheduler_configs, checkpoint["schedulers"], strict=True):
@@ -351,18 +352,17 @@ def load_optimizer(
     optimizer: Optimizer,
     state: dict[str, Any],
     weights: Mapping[str, Any],
-    of_hooks: tuple[hook_changes.HookChanges, int, Mapping[str, Any]] | None,
+    regroup: Callable[[dict[str, Any]], None] | None,
 ) -> None:
     """Load a saved state into an optimizer. Collective.
 
     Args:
         weights: the weights of the same checkpoint.
-        of_hooks: the hooks' changes, the optimizer's number in them, and the saved changes, to restore its groups.
+        regroup: first restores the groups that hooks have changed; None: the checkpoint does not have them.
     """
     check_shapes(strategy.module, state)
-    if of_hooks is not None:
-        changes, number, saved = of_hooks
-        changes.restore_groups(number, state, saved)
+    if regroup is not None:
+        regroup(state)
     strategy.load_optimizer_state(optimizer, with_dtypes_of(state, weights))
 
 

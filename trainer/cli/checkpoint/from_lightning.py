@@ -102,8 +102,9 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         f"{progress['epoch']}, step {progress['step']}",
         f"for Module.load_from_checkpoint({out!r})",
         continues,
+        f"not taken: {', '.join(no_data) or 'nothing'}",
     ]
-    return "\n".join([*lines, *([f"not taken: {', '.join(no_data)}"] if no_data else [])])
+    return "\n".join(lines)
 
 
 def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
