@@ -110,7 +110,7 @@ class KeptCheckpoints:
         return self._retention.best(remaining.kept, remaining.nonfinite)
 
     def _remaining(self) -> Listed:
-        """Return the list as it is when the newest checkpoint is committed, which may have the name of an old one."""
+        """Return the list after the commit of the newest checkpoint, which may have the name of an old one."""
         return self.listed.without([name for name in self._obsolete if name != self.listed.newest])
 
     def newest_committed(self) -> StoragePath | None:

@@ -371,7 +371,7 @@ def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.d
     """Return a loaded state, at any depth, with the saved tensors in place of those that torch has rounded.
 
     Args:
-        rounded: the dtype to which torch rounds.
+        rounded: the dtype after torch's rounding.
         parameter: the dtype of the parameter when the state was saved.
     """
     own = dict(tree_leaves_with_path(saved))
@@ -472,7 +472,7 @@ def matching_groups(
     if state["kind"] != kind:
         raise CheckpointError(
             f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
-            "one; or start anew from these weights, by load_from_checkpoint and fit without ckpt_path."
+            "one; or start a new training from these weights, by load_from_checkpoint and fit without ckpt_path."
         )
     names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]

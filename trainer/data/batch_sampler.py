@@ -443,7 +443,7 @@ class DistributedBatchSampler:
 
     def iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
         """Yield what the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be
-        short), with random numbers of its own.
+        short), with its own random numbers.
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """

@@ -319,7 +319,7 @@ _PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     partial: attrgetter("func", "args", "keywords"),
     MethodType: attrgetter("__func__", "__self__"),
 }
-"""The parts by which a thing to call computes, by its class."""
+"""The parts that decide what a callable computes, by its class."""
 
 
 def _computed(value: Any, depth: int) -> Any:

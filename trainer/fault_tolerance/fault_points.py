@@ -1,4 +1,4 @@
-"""Named points at which tests inject faults; they do nothing unless TRAINER_FAULT is set."""
+"""Named points where tests inject faults; they do nothing unless TRAINER_FAULT is set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fault:
     point: str
     action: str = "kill"
     count: int = 1
-    """The number of the pass at which the fault is injected, from 1."""
+    """The number of the pass that gets the fault, from 1."""
     rank: int | None = None
     """The process that gets the fault; None: each one that reaches the point."""
 

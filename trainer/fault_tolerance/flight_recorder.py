@@ -19,8 +19,8 @@ class Position:
     """The position of this process's main thread among the collectives of torch."""
 
     newest: dict[str, int]
-    """Group: the number of the newest collective that this process has begun in it, 0 for none. Without groups of which
-    that is not known."""
+    """Group: the number of the newest collective that this process has begun in it, 0 for none. Groups without a known
+    number are left out."""
     waits_in: tuple[str, int, str] | None
     """The oldest collective that has not ended: its group, its number there, and a description."""
 

@@ -197,7 +197,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
     """
     if "base" in state:
         raise ConfigError(
-            "--hf: the checkpoint holds trained weights alone (trainable_only=True), of which --peft writes adapters. "
+            "--hf: the checkpoint holds trained weights alone (trainable_only=True); --peft writes adapters. "
             "For a full model: load_from_checkpoint, then merge_and_unload() and save_pretrained of its PEFT model."
         )
     models = state.get("hugging_face", {})
