@@ -18,7 +18,7 @@ from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
-from trainer.checkpoint.schema import require
+from trainer.checkpoint.schema import wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, real_path, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.model.adapters import options_made_of_weights, without_adapters
@@ -61,10 +61,10 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
     content = from_json(read_small_file(real_path(index), _MAX_INDEX), str(index))
-    require(content, {"weight_map": {str: str}}, str(index))
-    where: dict[str, str] = content["weight_map"]
+    fits = wrong(content, {"weight_map": {str: str}}, "") is None
+    where: dict[str, str] = content["weight_map"] if fits else {}
     files = {*where.values()}
-    if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
+    if not files or not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
         raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
     found = {name: dict(_tensors_of(place / name)) for name in files}
     missing = [name for name, file in where.items() if name not in found[file]]
