@@ -41,19 +41,9 @@ from trainer.strategy import has_gradients, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-_OF_TRAINER = (
-    "model",
-    "optimizers",
-    "gradients?",
-    "scaler",
-    "rng",
-    "loader",
-    "seed",
-    "world_size",
-    "reader_of",
-    "reporters",
-)
-_KINDS: dict[str, Any] = {name: KINDS[name] for name in _OF_TRAINER} | {
+_OF_TRAINER = ("model", "optimizers", "gradients?", "scaler", "rng", "loader")
+_OF_PROCESSES = ("seed", "world_size", "reader_of", "reporters")
+_KINDS: dict[str, Any] = {name: KINDS[name] for name in _OF_TRAINER + _OF_PROCESSES} | {
     "engine?": {
         "models": {str: str},
         "optimizers": [str],
