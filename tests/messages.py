@@ -32,7 +32,6 @@ VARYING = [
     (re.escape(str(ROOT)), "<repository>"),
     (r"0x[0-9a-f]{6,}", "<address>"),
     (r"\.py:\d+", ".py:<line>"),
-    (r"\d+ MB are free", "<number> MB are free"),
     (r"\.tmp\w{6}\b", ".tmp<name>"),
     (r"\+(cpu|cu\d+)\b", "+<build>"),
 ]

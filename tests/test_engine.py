@@ -398,7 +398,7 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
         engine.load(tmp_path / "one", state)
         assert (state["seen"], state["step"], float(state["model"].module[0].weight.detach().min())) == ([1], 3, 5.0)
         kind = "values" if spoiled == "seen" else "stateful"
-        assert f"begins anew: engine['{kind}']['{spoiled}']" in caplog.text
+        assert f"begins again: engine['{kind}']['{spoiled}']" in caplog.text
         state["optimizer"].param_groups[0]["seen"] = {1}
         with raises_recorded(CheckpointError):
             engine.save(tmp_path / "two", state)

@@ -318,7 +318,7 @@ def test_a_loader_that_another_line_sets_up_after_a_load_is_told_what_to_do(
     epochs(saves=True, loads=False, again=False, moved=False)
     assert epochs(saves=False, loads=True, again=True, moved=False) == 0
     (said,) = (text for text in caplog.messages if "begins with epoch 0" in text)
-    assert "before engine.load, and not a second time after it" in said
+    assert "Set it up before engine.load, once" in said
     caplog.clear()
     assert epochs(saves=False, loads=True, again=False, moved=False) == 1  # as it says
     epochs(saves=True, loads=False, again=True, moved=True)

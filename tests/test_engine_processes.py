@@ -175,7 +175,7 @@ def test_gradients_that_are_not_reduced_and_parameters_of_two_models_are_refused
             for held in ("held back", "step while they are held back"):
                 assert "give enabled=False for the last micro-batch" in found[f"{held}, {strategy}"]
             assert (
-                "gradients wait that no_backward_sync has held back"
+                "engine.save while gradients wait in no_backward_sync"
                 in found[f"save while they are held back, {strategy}"]
             )
 

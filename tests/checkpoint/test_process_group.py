@@ -98,7 +98,7 @@ def test_all_or_nothing(tmp_path: Path) -> None:
         assert "exists" in result["again"]
         assert "bad" in result["a field on rank 1"]
         assert "set" in result["a field on rank 1"]
-        assert "do not hold the same state" in result["a part is missing"]
+        assert "hold 14 of its 20 elements" in result["a part is missing"]
         assert "rank 1 cannot write" in result["a full disk on rank 1"]
         assert "No space left" in result["a full disk on rank 1"]
         assert result["left"] == ["good"]

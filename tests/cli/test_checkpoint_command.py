@@ -253,7 +253,7 @@ def test_export_replaces_only_with_force_and_atomically(checkpoint, run: Path, t
     out.write_text("precious")
     printed = checkpoint("export", run, out)
     assert printed.code == 2
-    assert "exists: give another name, or --force to replace it" in printed.err
+    assert "exists: give another name. --force replaces the file" in printed.err
     with largest_file(200):
         printed = checkpoint("export", run, out, "--force")
     assert printed.code == 1

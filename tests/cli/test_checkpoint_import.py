@@ -238,12 +238,11 @@ def test_an_optimizer_that_does_not_fit_the_imported_one_is_refused() -> None:
 
 def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
     layer = torch.nn.Linear(2, 1)
-    states = {"no optimizers, and": None, "2 optimizers": [{}, {}]}
-    for words, state in states.items():
+    for state in (None, [{}, {}]):
         torch.save({"state_dict": layer.state_dict(), "optimizer_states": state}, tmp_path / "old.ckpt")
         said = convert(str(tmp_path / "old.ckpt"), str(tmp_path / "out"), force=True)
         assert "starts anew" in said
-        assert words in said
+        assert "exactly one optimizer" in said
 
 
 @pytest.mark.parametrize(

@@ -219,4 +219,7 @@ def test_several_adapters_and_wrong_words(tmp_path: Path, capsys: pytest.Capture
     assert export(run, tmp_path / "ours", "--peft", "--force") == 0
     (tmp_path / "mine").mkdir()
     assert export(run, tmp_path / "mine", "--peft", "--force") == 2
-    assert "has no adapter_config.json, so --force does not replace it" in capsys.readouterr().err
+    assert (
+        "mine exists: give another name. --force replaces the file, or the folder, of an export"
+        in capsys.readouterr().err
+    )

@@ -4,6 +4,9 @@ import copy
 import pickle
 from typing import Any
 
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
+
 from tests.messages import raises_recorded
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
@@ -61,3 +64,15 @@ def test_trainer_is_there_only_inside_a_run() -> None:
 def test_overrides() -> None:
     assert Mine().overrides("train_dataloader")
     assert not Mine().overrides("val_dataloader")
+
+
+def test_loaders_are_made_from_datasets() -> None:
+    data = TensorDataset(torch.arange(6.0))
+    made = DataModule.from_datasets(
+        train_dataset=data, val_dataset=[data, data], test_dataset={"a": data}, batch_size=4
+    )
+    assert str(made) == "DataModule(train_dataloader, val_dataloader, test_dataloader)"
+    assert isinstance(made.train_dataloader().sampler, RandomSampler)
+    assert [len(loader) for loader in made.val_dataloader()] == [2, 2]
+    assert isinstance(made.test_dataloader()["a"].sampler, SequentialSampler)
+    assert made.predict_dataloader() is None

@@ -228,8 +228,8 @@ def test_an_iterable_dataset_is_used_as_it_is() -> None:
     )
     assert batch_loader.note == (
         "the training loader: resume will not be exact: the DataLoader over Stream has no state_dict and "
-        "load_state_dict by which its place is known (torchdata's StatefulDataLoader has them), so a resumed run "
-        "reads the batches already used again and skips them."
+        "load_state_dict (torchdata's StatefulDataLoader has them), so a resumed run reads the batches already used "
+        "again and skips them."
     )
     assert values(batch_loader.iterate(0)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert values(batch_loader.iterate(0, 2)) == [[8, 9]]

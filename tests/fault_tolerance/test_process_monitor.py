@@ -38,7 +38,7 @@ def end(how: str) -> None:
 
 def test_a_process_that_vanishes_ends_the_others() -> None:
     result = fork_ranks(SCRIPT, "vanish").wait().check(1)
-    assert "rank 1 of 2 is gone: it ended without an error of its own" in result.stderr
+    assert "rank 1 of 2 is gone: it ended without reporting an error" in result.stderr
     assert "rank 0 stops because rank 1 is gone" in result.stderr
     assert "came through" not in result.stdout
 

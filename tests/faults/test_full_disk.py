@@ -41,7 +41,7 @@ def test_a_small_disk(uninterrupted: Path, tmp_path: Path) -> None:
         except PermissionError as error:
             pytest.skip(str(error))
         result = run_python(*TRAINING, str(disk), *OPTIONS, cwd=tmp_path, env=python_path()).check(1)
-        assert "No space left on device (0 MB are free there)" in result.stderr
+        assert "No space left on device" in result.stderr
         assert "Earlier checkpoints were left alone" in result.stderr
         assert_the_former_stays(disk / "version_0")
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)

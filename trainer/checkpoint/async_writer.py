@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 
 
 class BackgroundWriter:
-    """Write checkpoints in a thread of its own, one at a time. Call all methods from the training thread."""
+    """Write checkpoints in a separate thread, one at a time. Call all methods from the training thread."""
 
     def __init__(self) -> None:
         self._memory = PinnedStagingBuffer()
@@ -48,7 +48,7 @@ class BackgroundWriter:
         thread_group: ProcessGroup = SINGLE_PROCESS,
         overwrite: bool = False,
     ) -> None:
-        """Copy `state` into host memory, and write it while the caller goes on. Call `wait` before the next `start`.
+        """Copy `state` into host memory, and write it while the caller continues. Call `wait` before the next `start`.
 
         Args:
             path, state, info, process_group, overwrite: as for `write_checkpoint`.
@@ -122,7 +122,7 @@ class PinnedStagingBuffer:
     """A block of host memory that holds a copy of many tensors, and is reused for the next copy.
 
     Fresh memory costs several times the copy itself, because the system has to map every page of it. Tensors on a
-    device with streams are copied into page-locked memory while the caller goes on: call `wait` before reading the
+    device with streams are copied into page-locked memory while the caller continues: call `wait` before reading the
     copy. Later work on the device's current stream does not change it.
     """
 
@@ -149,7 +149,7 @@ class PinnedStagingBuffer:
     def wait(self) -> None:
         """Wait until the last copy is complete. Callable from any thread."""
         for event in self._pending:
-            # The current device is that of the thread: without this, each process would use the first one.
+            # Each thread has its own current device: without this, every process would use the first one.
             with torch.cuda.device(event.device) if event.device.type == "cuda" else nullcontext():
                 event.synchronize()
 

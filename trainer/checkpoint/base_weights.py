@@ -1,4 +1,4 @@
-"""Checkpoints of trained weights alone: which weights they hold, and sums by which the others are recognized."""
+"""Checkpoints of trained weights alone: choose the weights, and recognize the others by sums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FrozenWeights:
 
 
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the names in the state_dict of the parameters that do not train; buffers may change, and are no such."""
+    """Return the names in the state_dict of the parameters that do not train, without buffers, which may change."""
     frozen = [
         f"{prefix}.{key}".removeprefix(".")
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -60,10 +60,7 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def weight_sums(
-    state: Mapping[str, Any],
-    names: list[str],
-    gather: Callable[[Any], list[Any]],
-    rounded: bool = True,
+    state: Mapping[str, Any], names: list[str], gather: Callable[[Any], list[Any]], rounded: bool = True
 ) -> dict[str, int]:
     """Return sums of the bits of some weights, by name: equal under every strategy and precision. Collective.
 
@@ -95,17 +92,16 @@ def _sum(value: torch.Tensor, rounded: bool) -> int:
 
 
 def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
-    """Compare the sums of a checkpoint with those of the weights that the module has.
+    """Compare the sums in a checkpoint with the sums of the module's weights.
 
     Raises:
-        CheckpointError: they are of other weights.
+        CheckpointError: the sums differ.
     """
     problems = [weight for weight in saved if own.get(weight) != saved[weight]]
     if problems:
         raise CheckpointError(
-            f"the checkpoint holds trained weights alone, and {name} has another base model than the one they were "
-            f"trained on, which differs in {first_of(problems)}. Build the module with the same pretrained weights "
-            "(from_pretrained, or fit(weights=...)), or save full checkpoints: ModelCheckpoint(trainable_only=False)."
+            f"the checkpoint holds trained weights alone, and {name} has another base model, different in "
+            f"{first_of(problems)}. Build it with the same pretrained weights, or save with trainable_only=False."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.disk import ReadError, WriteError, reason
-from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, find_damage, is_committed, manifest_or_damage, read_manifest
 from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, read_small_file, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, printable
 
@@ -33,7 +33,7 @@ class CheckpointDirectory:
     Several processes may read it while one writes. It need not exist.
 
     Args:
-        folder: path, or URL of an object store (s3://...), in which nothing prevents two processes from writing at
+        folder: path, or URL of an object store (s3://...). Nothing there prevents two processes from writing at
             the same time.
     """
 
@@ -48,14 +48,11 @@ class CheckpointDirectory:
         """
         found = []
         for path in checkpoints_in(self.folder):
-            try:
-                step = step_of(read_manifest(path).info)
-            except ReadError:
-                raise
-            except CheckpointError as error:
-                _log.warning("Skipping the checkpoint %s: %s", printable(path.name), error)
-                continue
-            found.append((step, path.name, path))
+            manifest = manifest_or_damage(path)
+            if isinstance(manifest, CheckpointError):
+                _log.warning("Skipping the checkpoint %s: %s", printable(path.name), manifest)
+            else:
+                found.append((step_of(manifest.info), path.name, path))
         return [path for _, _, path in sorted(found)]
 
     def info(self, name: str | StoragePath) -> dict[str, Any]:
@@ -165,24 +162,21 @@ class CheckpointDirectory:
             if found:
                 return found
             raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
-        names = [path.name for path in self.list()]
+        given = as_storage_path(wanted)
+        paths = [given] if given.is_absolute() else [given, self.folder / str(wanted)]
         if str(wanted) == "best":
             best = self.pointer("best")
-            if best:
-                return best
-            there = ", ".join(names) or "none"
-            raise CheckpointError(f"no checkpoint is recorded as 'best' in {self.folder}. There are: {there}.")
-        given = as_storage_path(wanted)
-        for path in (given,) if given.is_absolute() else (given, self.folder / str(wanted)):
+            paths = [best] if best else []
+        for path in paths:
             with reading(path):
                 is_there = path.exists()
             if is_there:
                 read_manifest(path)
                 return path
-        guess = did_you_mean(given.name, [*names, *POINTERS])
+        names = [path.name for path in self.list()]
         raise CheckpointError(
-            f"there is no checkpoint {wanted}.{guess} In {self.folder} there are: {', '.join(names) or 'none'}. "
-            "'last' and 'best' work too."
+            f"there is no checkpoint {wanted}.{did_you_mean(given.name, names)} In {self.folder} there are: "
+            f"{', '.join(names) or 'none'}. 'last' is the newest one, 'best' the best by a monitored value."
         )
 
     def _entries(self) -> frozenset[tuple[str, int]]:
@@ -224,17 +218,13 @@ class CheckpointDirectory:
         """Return the newest of the checkpoints committed after `target` whose process could not update the pointer."""
         if target is None:
             return None
-        try:
-            info = read_manifest(target).info
-            step, alone = step_of(info), info.get("weights_only")
-        except ReadError:
-            raise
-        except CheckpointError:  # damaged
-            step, alone = -1, None
+        manifest = manifest_or_damage(target)
+        own = {} if isinstance(manifest, CheckpointError) else manifest.info
+        step, alone = step_of(own), own.get("weights_only")
         infos = {path.name: read_manifest(path).info for path in self.list() if path.name != target.name}
         found = target
         while True:
-            # A name can be that of an older checkpoint, too, which was replaced.
+            # The name may also be an older checkpoint's, which was replaced.
             next_ones = [
                 (step_of(info), name)
                 for name, info in infos.items()

@@ -1,7 +1,7 @@
 """Write files and directories atomically on a local or mounted file system.
 
 The order is always the same: write under a temporary name, flush the contents (fsync of each file, then of the
-directory that names it), rename, flush the directory in which the rename happened. A crash leaves at most a leftover,
+directory that names it), rename, flush the directory of the rename. A crash leaves at most a leftover,
 recognized by its name:
 
     .tmp-<name>-<machine>-<pid>-<random>    being written: worthless once its process is gone
@@ -52,7 +52,7 @@ NEWEST = ALGORITHMS[max(ALGORITHMS)]
 
 
 class Digest(Protocol):
-    """A checksum in the making, as those of hashlib and xxhash are."""
+    """A checksum in the making, as in hashlib and xxhash."""
 
     def update(self, data: bytes | memoryview, /) -> None:
         """Add bytes."""
@@ -198,7 +198,7 @@ def write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def without_links(path: str, flags: int) -> int:
-    """Open a file in a folder to which other users may write, without following a link; an `opener` for `open`."""
+    """Open a file without following a link, in a folder where other users may write; an `opener` for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -338,7 +338,7 @@ class TemporaryPath(NamedTuple):
 def temporary_path_for(path: Path, kind: str = "tmp") -> Path:
     """Return an unused name in the same directory, so that a rename to `path` never crosses file systems.
 
-    The name contains that of `path`, cut to fit; in full for `kind` "old", which may have to be renamed back.
+    The name contains the name of `path`, cut to fit; in full for `kind` "old", which may be renamed back.
     """
     name = path.name if kind == "old" else os.fsdecode(os.fsencode(path.name)[:_MAX_NAME])
     return path.with_name(f".{kind}-{name}-{this_machine()}-{os.getpid()}-{os.urandom(4).hex()}")
@@ -529,10 +529,7 @@ def _newest_change(path: Path) -> float:
 
 def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
     shutil.rmtree(temporary, ignore_errors=True)
-    message = f"cannot write the checkpoint {final}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
-        message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
-    return f"{message}. Earlier checkpoints were left alone."
+    return f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone."
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -21,7 +21,7 @@ def floating_tensors(
 
     Args:
         state: nested dicts, lists and tuples.
-        prefix: name of `state`, with which the names begin.
+        prefix: name of `state`; the names begin with it.
         shards_only: skip the replicated tensors, which another process writes.
         numbers: Python's floats count as tensors.
     """

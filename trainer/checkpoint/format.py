@@ -24,13 +24,7 @@ from trainer.checkpoint.manifest import DATA_FILE, Manifest, location, read_data
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
 from trainer.checkpoint.shards import StoredTensor
-from trainer.checkpoint.storage import (
-    StoragePath,
-    check_entry,
-    open_entry,
-    reading,
-    storage_of,
-)
+from trainer.checkpoint.storage import StoragePath, check_entry, open_entry, reading, storage_of
 from trainer.errors import CheckpointError, did_you_mean
 
 
@@ -96,7 +90,7 @@ def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, v
     if not files:
         return value
     sharded = [info for info in infos.values() if info.parts]
-    if sharded:  # before their memory is allocated: of others only that of one file at a time is
+    if sharded:  # before their memory is allocated; other tensors are allocated file by file
         _check_sizes(folder, manifest, files)
     tensors = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in sharded}
     for name, (expected, extents) in files.items():
@@ -217,7 +211,7 @@ class FileTensor(StoredTensor):
 
     @classmethod
     def joined(cls, name: str, shape: tuple[int, ...], pieces: Sequence[FileTensor]) -> FileTensor:
-        """Return a tensor of this shape whose elements are those of complete tensors, one after the other."""
+        """Return a tensor of this shape that joins complete tensors, one after the other."""
         parts, start = [], 0
         for piece in pieces:
             (part,) = piece._parts

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 ADDED = "added"
-"""The entry with what hooks have added. Before it was there, these entries stood beside those of the trainer."""
+"""The entry with what hooks have added. Earlier versions stored these entries beside the trainer's."""
 
 
 class HookCheckpoint(dict[str, Any]):
@@ -18,7 +18,7 @@ class HookCheckpoint(dict[str, Any]):
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.entries = entries
-        """Those of the trainer, which a key of a hook does not replace."""
+        """The trainer's entries, which a key of a hook does not replace."""
         progress = entries.get("progress", {})
         lightning = {
             "state_dict": entries["model"],
@@ -58,7 +58,7 @@ def saved_by_hooks(entries: dict[str, Any]) -> Iterator[HookCheckpoint]:
 
 @contextmanager
 def loaded_by_hooks(entries: dict[str, Any]) -> Iterator[HookCheckpoint]:
-    """Give hooks the entries that were read; entries of the trainer that they replace are used as they are then."""
+    """Give hooks the entries that were read; the hooks may replace the trainer's entries."""
     yield (checkpoint := HookCheckpoint(entries))
     added = entries.get(ADDED, {})
     entries.update({name: value for name, value in checkpoint.changed().items() if name not in added})

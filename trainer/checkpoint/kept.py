@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter, being_written
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
-from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest
+from trainer.checkpoint.manifest import checkpoints_in, is_committed, manifest_or_damage
 from trainer.checkpoint.process_group import ProcessGroup
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -82,7 +82,7 @@ class KeptCheckpoints:
         self.before = Listed()
         """The list before the newest write, restored if that fails."""
         self.loaded = False
-        """True if the list is that of a checkpoint."""
+        """True if the list comes from a checkpoint."""
         self.write_seconds: float | None = None
         """The duration of the newest committed write."""
         self._retention = retention
@@ -110,7 +110,7 @@ class KeptCheckpoints:
         return self._retention.best(remaining.kept, remaining.nonfinite)
 
     def _remaining(self) -> Listed:
-        """Return the list as it is when the newest checkpoint is committed, which may have the name of an old one."""
+        """Return the list after the commit of the newest checkpoint, which may have the name of an old one."""
         return self.listed.without([name for name in self._obsolete if name != self.listed.newest])
 
     def newest_committed(self) -> StoragePath | None:
@@ -146,8 +146,8 @@ class KeptCheckpoints:
 
         Args:
             step: of the checkpoint that holds the state.
-            same_run: the run directory is that of the run that wrote the state. Its later checkpoints are replaced when
-                they come again; those of another run stay.
+            same_run: the run that wrote the state has the same run directory. Its later checkpoints are replaced when
+                they come again; another run's stay.
 
         Raises:
             CheckpointError: the state is not one of a ModelCheckpoint.
@@ -159,7 +159,7 @@ class KeptCheckpoints:
         steps = {name: step_of(info) for name, info in infos.items()}
         values = {**state["kept"], **self.listed.kept}
         kept = {name: value for name, value in values.items() if steps.get(name, math.inf) <= step}
-        # A copy that the user has made has another name, and another one of the user's has no owner.
+        # A user's copy has another name, and a user's own checkpoint has no owner.
         own = [name for name, info in infos.items() if (info.get("name"), info.get("owner")) == (name, self._owner)]
         for name in own:
             if name not in kept and (steps[name] == step or infos[name].get("nonfinite")):
@@ -212,7 +212,7 @@ class KeptCheckpoints:
         return candidate
 
     def add(self, name: str, value: float | None, step: int, finite: bool) -> dict[str, Any]:
-        """Enter the new checkpoint into the list; return the entries of its info by which it is found again."""
+        """Enter the new checkpoint into the list; return the entries of its info that identify it."""
         # A process that was killed before it could set "last" leaves a checkpoint that follows the one there.
         about = {"follows": self.before.last, "owner": self._owner, "name": name}
         others = self.listed.without([name])
@@ -249,7 +249,7 @@ class KeptCheckpoints:
         """
         name = self.listed.newest or ""
         path, overwrite = self.folder / name, name in {*self._obsolete, *self._left}
-        # What this one had to leave out, earlier ones may have.
+        # Earlier checkpoints may have what this one had to leave out.
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None
         commit = partial(self._commit, name, last, self.best, moves_best, obsolete, group.rank == 0, time.monotonic())
@@ -315,10 +315,8 @@ class KeptCheckpoints:
         Raises:
             ReadError: the storage does not answer.
         """
-        try:
-            info = read_manifest(path).info if is_committed(path) else {"owner": None}
-        except ReadError:
-            raise
-        except CheckpointError:
-            info = {}
+        if not is_committed(path):
+            return None
+        manifest = manifest_or_damage(path)
+        info = {} if isinstance(manifest, CheckpointError) else manifest.info
         return info if info.get("owner", self._owner) == self._owner else None

@@ -18,7 +18,7 @@ log = logging.getLogger("trainer")
 LEFT_OUT = "left_out"
 """The names, in the info of a checkpoint, of what it could not hold."""
 _APART = {"callbacks": 1, "added": 1, "model": 1, "data": 0, "hyperparameters": 2, "engine": 2}
-"""Entries of which a part may be missing, and how many keys lead to one; 0: the whole entry."""
+"""Entries that may lack a part, and the number of keys that lead to the part; 0: the whole entry."""
 
 
 @sendable
@@ -39,7 +39,7 @@ def write_the_rest(
     Args:
         sharded: all processes write; else rank 0.
         weights_alone: all of these entries take the place of those in the state if one of them cannot be stored: from
-            such a checkpoint no training goes on. What cannot be stored in other entries ends the write.
+            such a checkpoint no training continues. If anything else cannot be stored, nothing is written.
 
     Raises:
         LeftOutError: something was left out, and the rest is written.
@@ -58,9 +58,9 @@ def write_the_rest(
             problem = error
     problems = processes.all_gather_object(problem)
     problems[processes.rank] = problem  # with its own class and traceback
-    for one in problems:
-        if one is not None:
-            raise one
+    first = next(filter(None, problems), None)
+    if first is not None:
+        raise first
 
 
 def _take_all_out(
@@ -78,7 +78,7 @@ def _take_all_out(
 
 
 def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
-    """Take the part of an entry out of a state to which a path leads; return its name."""
+    """Take the part at a path out of a state; return its name."""
     parts, owner = [key, *path[: _APART.get(key, 0)]], state
     for part in parts[:-1]:
         owner = owner.get(part, {})  # another process may have found it, in a part that this one lacks
@@ -94,6 +94,6 @@ def report_left_out(path: StoragePath, logs: bool) -> list[str]:
     left_out = read_manifest(path).info.get(LEFT_OUT)
     names = [*map(str, left_out)] if isinstance(left_out, list) else []
     if names and logs:
-        words = "%s was written without what could not be stored, which therefore begins anew: %s"
+        words = "%s was written without what could not be stored, which therefore begins again: %s"
         log.warning(words, printable(str(path)), printable(first_of(names)))
     return names

@@ -11,17 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint.deserialization import TensorInfo, deserialize, from_json
+from trainer.checkpoint.deserialization import TensorInfo, are_sizes, deserialize, from_json
 from trainer.checkpoint.disk import ALGORITHMS, MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.remote import NEW
-from trainer.checkpoint.storage import (
-    StoragePath,
-    as_storage_path,
-    check_entry,
-    open_entry,
-    read_small_file,
-    reading,
-)
+from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, open_entry, read_small_file, reading
 from trainer.errors import CheckpointError, did_you_mean
 
 FORMAT = "exact-trainer checkpoint"
@@ -76,6 +69,20 @@ def read_manifest(path: str | StoragePath) -> Manifest:
     return _parse_manifest(body, where, folder)
 
 
+def manifest_or_damage(path: str | StoragePath) -> Manifest | CheckpointError:
+    """Return the manifest of a checkpoint, or the error that says how it is damaged.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
+    try:
+        return read_manifest(path)
+    except ReadError:
+        raise
+    except CheckpointError as error:
+        return error
+
+
 def verify_checkpoint(path: str | StoragePath) -> list[str]:
     """Read all files of a checkpoint; return a message for each that is missing, damaged, or not in the manifest."""
     problems = find_damage(path)
@@ -99,12 +106,9 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
     Raises:
         ReadError: the storage does not answer.
     """
-    try:
-        manifest = read_manifest(path)
-    except ReadError:
-        raise
-    except CheckpointError as error:
-        return [str(error)]
+    manifest = manifest_or_damage(path)
+    if isinstance(manifest, CheckpointError):
+        return [str(manifest)]
     checks = (check_entry(manifest.folder / name, entry, contents) for name, entry in manifest.files.items())
     return [problem for problem in checks if problem]
 
@@ -127,7 +131,7 @@ def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
 
 
 def with_checksum(body: dict[str, Any]) -> bytes:
-    """Encode the manifest with a checksum of its own, so that a single changed bit is noticed."""
+    """Encode the manifest with its own checksum, so that a single changed bit is noticed."""
     seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
 
@@ -144,45 +148,37 @@ def read_metadata(path: str | StoragePath) -> dict[str, Any]:
 
 
 def require_committed(folder: StoragePath) -> StoragePath:
-    """Return `folder` if a committed checkpoint is there; else raise an error that says what is there or next to it."""
+    """Return `folder` if a committed checkpoint is there; else raise an error that says what is in or next to it."""
     if is_committed(folder):
         return folder
     with reading(folder):
-        is_file, is_dir = folder.is_file(), folder.is_dir()
+        is_file, place = folder.is_file(), folder if folder.is_dir() else folder.parent
     if is_file:
         raise CheckpointError(
             f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
             "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
         )
-    if is_dir:
-        inside = [path.name for path in checkpoints_in(folder)]
-        if inside:
-            raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
-        raise CheckpointError(
-            f"{folder} is not a checkpoint (it has no {MANIFEST_FILE}): give a folder in a run's checkpoints/, or the "
-            "run directory, such as version_0, for its last one. The write of a checkpoint may have been interrupted."
-        )
-    siblings = [path.name for path in checkpoints_in(folder.parent)]
-    there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."
-    raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
+    names = [path.name for path in checkpoints_in(place)]
+    raise CheckpointError(
+        f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}, which is written last."
+        f"{did_you_mean(folder.name, names)} In {place} there are: {', '.join(names) or 'none'}."
+    )
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner = body.pop("folder", None)
-    if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
-    info, files, algorithm = body["info"], body["files"], ALGORITHMS.get(body["version"])
-    if algorithm is None:
-        raise CheckpointError(f"{where}: there is no format {body['version']}; it is damaged")
-    known = inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner))
-    if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files or not known:
+    inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
+    info, files, version = body.get("info"), body.get("files"), body.get("version")
+    algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
+    is_known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
+    if not is_known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     entries = {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
-        size, checksum = (entry.get("bytes"), entry.get(algorithm)) if isinstance(entry, dict) else (None, None)
-        if type(size) is not int or not 0 <= size < 2**63 or not isinstance(checksum, str):
+        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        size, checksum = known.get("bytes", -1), known.get(algorithm)
+        if not are_sizes([size]) or not isinstance(checksum, str):
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
         entries[name] = FileEntry(size, checksum, algorithm)
 

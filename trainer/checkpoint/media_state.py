@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.metrics.media import Histogram, Images, Media, Table, Text, as_histogram, as_images
+from trainer.metrics.media import Images, Media, Table, Text, as_histogram, as_images
 
 _STATES: dict[str, dict[str, Any]] = {
     "Images": {"arrays": [torch.Tensor], "captions": ([str], None)},
@@ -17,14 +20,18 @@ _STATES: dict[str, dict[str, Any]] = {
 }
 
 
+def _images(arrays: list[torch.Tensor], captions: list[str] | None) -> Images:
+    return as_images([array.numpy() for array in arrays], captions, {})
+
+
+_MAKE: dict[str, Callable[..., Media]] = {"Images": _images, "Text": Text, "Histogram": as_histogram, "Table": Table}
+
+
 def state_of(media: Media) -> dict[str, Any]:
     """Return a medium as a checkpoint stores it: as dicts, lists and tensors, without the `options` of pictures."""
-    state = {name: getattr(media, name) for name in _STATES[type(media).__name__]}
-    if isinstance(media, Images):
-        state["arrays"] = [torch.tensor(array) for array in media.arrays]
-    elif isinstance(media, Histogram):
-        state["values"] = torch.tensor(media.values)
-    return {"kind": type(media).__name__, **state}
+    kind = type(media).__name__
+    state = {name: getattr(media, name) for name in _STATES[kind]}
+    return {"kind": kind, **tree_map_only(np.ndarray, torch.tensor, state)}
 
 
 def media_of(state: dict[str, Any]) -> Media:
@@ -33,11 +40,7 @@ def media_of(state: dict[str, Any]) -> Media:
     Raises:
         CheckpointError: it is of another form.
     """
-    kind = state.get("kind")
     require(state, {"kind": tuple(_STATES)}, "a medium")
-    require(state, _STATES[str(kind)], str(kind))
-    if kind == "Images":
-        return as_images([array.numpy() for array in state["arrays"]], state["captions"], {})
-    if kind == "Histogram":
-        return as_histogram(state["values"], state["bins"])
-    return Text(state["text"]) if kind == "Text" else Table(state["columns"], state["rows"])
+    kind = state["kind"]
+    require(state, _STATES[kind], kind)
+    return _MAKE[kind](**{name: state[name] for name in _STATES[kind]})

@@ -3,8 +3,7 @@
     {"kind": "AdamW", "state": {"layer.weight": {"step": ..., "exp_avg": ...}},
      "param_groups": [{"params": ["layer.weight", ...], "lr": ...}]}
 
-Keys and values are those of torch's optimizers, whichever implementation computes the step. Optimizers of other authors
-may keep more:
+Keys and values are torch's, whichever implementation computes the step. Optimizers of other authors may keep more:
 
     "common": {"k": ...}                        entries of `optimizer.state` that belong to no parameter
     "extra": {"slow": ...}                      entries of `state_dict` beside state and param_groups
@@ -31,7 +30,7 @@ from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
 from trainer.errors import CheckpointError, first_of
 from trainer.model.reachable import is_generator
-from trainer.optimizers import optimizers_inside
+from trainer.optimizers import optimizers_inside, parameters_of
 
 Take = Callable[[torch.Tensor, Loadable], torch.Tensor]
 """Converts a tensor of a saved state to the one to load, which belongs to a tensor of this process."""
@@ -62,8 +61,8 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     own = getattr(optimizer, "state", {})
     if taken := [key for key in own if type(key) is int and key in position_to_name]:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has the key {taken[0]} in its state, by which state_dict() means the parameter"
-            f" {position_to_name[taken[0]]}, whose state is lost. Use a text as key."
+            f"{type(optimizer).__name__} has the key {taken[0]} in its state, and state_dict() uses this number for"
+            f" {position_to_name[taken[0]]}, whose state would be lost. Use a text as key."
         )
     groups = zip(state.get("param_groups", optimizer.param_groups), names, strict=True)
     saved = {
@@ -89,10 +88,10 @@ def extra_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_own_tensors(optimizer: Optimizer, state: Mapping[str, Any], where: str) -> None:
-    """Check that an optimizer keeps no tensors but those of its parameters and single numbers.
+    """Check that an optimizer keeps no tensors but its parameters' states and single numbers.
 
     Args:
-        state: what `state_by_name` returned, or those of its entries that are optional.
+        state: what `state_by_name` returned, or its optional entries.
         where: where they cannot be saved.
 
     Raises:
@@ -121,7 +120,7 @@ def _parts(
                 if key not in name_of:
                     raise CheckpointError(_not_in(part, key, "the module"))
                 found["state"][name_of[key]] = in_full_precision(value)
-        shared = [id(group) for group in optimizer.param_groups] if path else [id(group) for group in part.param_groups]
+        shared = {id(group) for group in (optimizer if path else part).param_groups}
         if any(id(group) not in shared for group in part.param_groups):
             found["param_groups"] = [options_of(group) for group in part.param_groups]
         if any(found.values()):
@@ -130,7 +129,7 @@ def _parts(
 
 
 def _is_within(value: Any, other: Any) -> bool:
-    """Whether the tensors of a state are among those of another one."""
+    """Whether another state has all tensors of a state."""
     if value is other:
         return True
     tensors = {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
@@ -184,9 +183,10 @@ def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
     Does nothing if the module lacks a parameter of them.
     """
     parameters, groups, saved = dict(module.named_parameters()), optimizer.param_groups, state["param_groups"]
-    if any(name not in parameters for group in saved for name in group["params"]):
+    try:
+        members = [[parameters[name] for name in group["params"]] for group in saved]
+    except KeyError:
         return
-    members = [[parameters[name] for name in group["params"]] for group in saved]
     del groups[len(saved) :]
     for group, own in zip(groups, members, strict=False):
         group["params"] = own
@@ -198,10 +198,7 @@ def set_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 
 
 def state_by_position(
-    module: nn.Module,
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    take: Take = lambda like, value: materialize(value),
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], take: Take = lambda like, value: materialize(value)
 ) -> dict[str, Any]:
     """Invert `state_by_name`, for this optimizer's own parameters: the state dict, "dtypes" and "parts".
 
@@ -243,7 +240,7 @@ def state_by_position(
 
 
 def _fitted(take: Take, like: torch.Tensor, values: Any) -> Any:
-    """Return the state of a parameter with its tensors, at any depth, as they are to be loaded."""
+    """Return the state of a parameter with its tensors, at any depth, ready to be loaded."""
     return tree_map_only((torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values)
 
 
@@ -255,9 +252,9 @@ def _as_key(parameters: Mapping[str, nn.Parameter], key: Any) -> Any:
 
 
 def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: Take) -> Any:
-    """Put saved tensors that belong to no parameter where the optimizer has those of now.
+    """Put saved tensors that belong to no parameter on the devices of the optimizer's current ones.
 
-    Without one of now, a tensor goes where the first parameter of its shape is, or stays in host memory.
+    Without a current one, a tensor goes to the device of the first parameter of its shape, or stays in host memory.
     """
     now = dict(tree_leaves_with_path(current))
 
@@ -274,7 +271,7 @@ def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: 
 def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `state_by_name` returned with the dtypes that the parameters had then, under "dtypes".
 
-    `weights`: of the same checkpoint.
+    `weights`: the weights in the same checkpoint.
     """
     tensors = {name: value for name, value in weights.items() if isinstance(value, (torch.Tensor, StoredTensor))}
     names = [name for group in state["param_groups"] for name in group["params"]]
@@ -284,7 +281,7 @@ def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[st
 def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
     """Whether an optimizer chose the dtype of a saved tensor, as for float32 moments of bfloat16 parameters.
 
-    A tensor without dimensions, such as a step, always has a dtype of its own.
+    A tensor without dimensions, such as a step, always keeps its dtype.
 
     Args:
         parameter: dtype of the tensor's parameter when it was saved; None: unknown.
@@ -295,7 +292,7 @@ def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
 def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load what `state_by_position` returned.
 
-    Tensors with a dtype of their own keep it: torch rounds all of them to the dtypes of their parameters.
+    Tensors keep a dtype that the optimizer chose: torch rounds all of them to the dtypes of their parameters.
     """
     dtypes, parts = state["dtypes"], optimizers_inside(optimizer)
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
@@ -303,7 +300,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     for one, kept, before in groups:
         _take_ids_for_parameters(one)
         _keep_groups(one, kept, before)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of([optimizer])
     _take_unrounded(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
@@ -319,7 +316,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def _take_unrounded(
     optimizer: Optimizer, parts: Sequence[Any], parameters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Put the saved tensors where torch has rounded those with a dtype of their own."""
+    """Put the saved tensors where torch has rounded tensors whose dtype the optimizer chose."""
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
     saved = state.get("state", {})
     for position, parameter in enumerate(parameters):
@@ -332,7 +329,7 @@ def _take_unrounded(
 def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
     """Give an optimizer the list and dicts of groups that it had, and the generators in them.
 
-    Torch has made new ones, and optimizers in one another share them.
+    Torch has made new ones, and nested optimizers share them.
     """
     now = [*optimizer.param_groups]
     for old, new in zip(groups, now, strict=False):
@@ -345,14 +342,14 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
 
 def _take_ids_for_parameters(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
-    ids = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    ids = {id(parameter): parameter for parameter in parameters_of([optimizer])}
     state: dict[Any, Any] = vars(optimizer).get("state", {})
     by_id = {key: state.pop(key) for key in [*state] if type(key) is int and key in ids}
     state.update({ids[key]: values for key, values in by_id.items()})
 
 
 def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype | None]) -> None:
-    """Set what an optimizer keeps outside of its `state_dict`, or that of the optimizer around it."""
+    """Set what an optimizer keeps outside of its `state_dict`, and of the `state_dict` of the optimizer around it."""
 
     def placed(parameter: torch.Tensor, on_device: bool, value: torch.Tensor) -> torch.Tensor:
         dtype = value.dtype if has_own_dtype(value, dtypes.get(id(parameter))) else parameter.dtype
@@ -374,7 +371,7 @@ def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.d
     """Return a loaded state, at any depth, with the saved tensors in place of those that torch has rounded.
 
     Args:
-        rounded: the dtype to which torch rounds.
+        rounded: the dtype after torch's rounding.
         parameter: the dtype of the parameter when the state was saved.
     """
     own = dict(tree_leaves_with_path(saved))
@@ -418,11 +415,7 @@ def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -
             f"the imported optimizer has groups of {[*map(len, saved)]} parameters, and {type(optimizer).__name__} of "
             f"configure_optimizers has {[*map(len, names)]}: give it the same groups, or start from the weights alone."
         )
-    name_of = {
-        position: name
-        for ours, theirs in zip(names, saved, strict=True)
-        for name, position in zip(ours, theirs, strict=True)
-    }
+    name_of = dict(zip(chain.from_iterable(saved), chain.from_iterable(names), strict=True))
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     by_name = {name_of[position]: values for position, values in state["state"].items()}
     for name, _, shape in _shapes(by_name):
@@ -479,28 +472,27 @@ def matching_groups(
     if state["kind"] != kind:
         raise CheckpointError(
             f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
-            "optimizer; to start a new training from these weights, use load_from_checkpoint and fit without ckpt_path."
+            "one; or start a new training from these weights, by load_from_checkpoint and fit without ckpt_path."
         )
     names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
-        ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
+        ours, theirs = {*chain.from_iterable(names)}, {*chain.from_iterable(saved)}
         difference = sorted(ours ^ theirs)[:3] or "the grouping"
         raise CheckpointError(
-            f"the parameters of {kind} differ from the checkpoint's: {difference}. A resumed run trains the same ones, "
-            "with strict_loading = False, too; to train others from these weights, use load_from_checkpoint, which "
-            "strict=False lets load what fits, and fit without ckpt_path."
+            f"the parameters of {kind} differ from the checkpoint's: {difference}. To train others from these "
+            "weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         group = in_memory(next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names)))
-        options = {name: value for name, value in now.items() if name != "params"}
         # An optimizer of another author may give an option another type as it trains.
-        known = options if type(optimizer).__module__.startswith("torch.") else {}
+        of_torch = type(optimizer).__module__.startswith("torch.")
+        known = {**now, "params": group["params"]} if of_torch else {}
         if found := unlike(group, known, f"the options of group {number} of {kind}"):
             raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another optimizer")
-        # An option that is not there is that of another version of torch.
-        groups.append({**options, **group, "params": group_names})
+        # Another version of torch may lack an option.
+        groups.append({**now, **group, "params": group_names})
     return groups
 
 
@@ -511,11 +503,10 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         CheckpointError: the optimizer has a parameter that is not in the module.
     """
     name_of = {parameter: name for name, parameter in module.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in name_of:
-                raise CheckpointError(_not_in(optimizer, parameter, type(module).__name__))
-    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    try:
+        return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError as error:
+        raise CheckpointError(_not_in(optimizer, error.args[0], type(module).__name__)) from None
 
 
 def _not_in(optimizer: Optimizer, parameter: torch.Tensor, module: str) -> str:

@@ -18,7 +18,8 @@ from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
 from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
-from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
+from trainer.checkpoint.schema import wrong
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, real_path, storage_of
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.model.adapters import options_made_of_weights, without_adapters
 
@@ -35,15 +36,12 @@ _SAMPLED = 2**10
 def weights_problem(path: str | Path) -> str | None:
     """Return what is wrong with the argument `weights`; None if there is a file to read."""
     place = as_storage_path(path, "weights")
-    if any((place / name).exists() for name in (SINGLE, INDEX)) or (
-        place.name.endswith(".safetensors") and place.exists()
-    ):
+    files = (place,) if place.name.endswith(".safetensors") else (place / SINGLE, place / INDEX)
+    if any(file.exists() for file in files):
         return None
     return (
-        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a folder that save_pretrained has written, "
-        "or a .safetensors file. Files .bin of earlier versions of transformers are written anew by "
-        "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), with your model's class. For a checkpoint of this "
-        "package give ckpt_path=, or use load_from_checkpoint."
+        f"weights={str(path)!r}: there is no {SINGLE} and no {INDEX}. Give a .safetensors file, or a folder that "
+        "save_pretrained of transformers has written; a checkpoint of this package is given as ckpt_path=."
     )
 
 
@@ -62,9 +60,11 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     index = place / INDEX
     if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
-    where: Any = _read_index(index).get("weight_map")
-    files = {*where.values()} if isinstance(where, dict) and {*map(type, where.values())} == {str} else {""}
-    if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
+    content = from_json(read_small_file(real_path(index), _MAX_INDEX), str(index))
+    fits = wrong(content, {"weight_map": {str: str}}, "") is None
+    where: dict[str, str] = content["weight_map"] if fits else {}
+    files = {*where.values()}
+    if not files or not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
         raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
     found = {name: dict(_tensors_of(place / name)) for name in files}
     missing = [name for name, file in where.items() if name not in found[file]]
@@ -73,16 +73,9 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     return {name: found[file][name] for name, file in where.items()}
 
 
-def _read_index(path: StoragePath) -> dict[str, Any]:
-    with reading(path), storage_of(path).open_file(_followed(path)) as (file, size):
-        text = file.read(min(size, _MAX_INDEX))
-    content = from_json(text, str(path))
-    return content if isinstance(content, dict) else {}
-
-
 def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
-    file_path = _followed(path)
+    file_path = real_path(path)  # the cache of the Hugging Face hub has links to the files of a revision
     with reading(path), storage_of(path).open_file(file_path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -92,11 +85,6 @@ def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
         raise CheckpointError(f"{path}: its header is not an object")
     header.pop("__metadata__", None)
     return [(name, _tensor(file_path, 8 + length, size, name, entry)) for name, entry in header.items()]
-
-
-def _followed(path: StoragePath) -> StoragePath:
-    """Return the file that a link names: the cache of the Hugging Face hub has links to the files of a revision."""
-    return path.resolve() if isinstance(path, Path) else path
 
 
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:
@@ -116,8 +104,8 @@ def weights_for(
 ) -> dict[str, FileTensor]:
     """Return pretrained weights by the names of the module's `state_dict`; a tied weight by all of its names.
 
-    A model that is an attribute of the module is found by its names: those of the weights get the prefix with which
-    most of them are in the module.
+    A model that is an attribute of the module is found by its names: the weights get the prefix that makes most of
+    their names known to the module.
 
     Args:
         module: with its layers, not sharded yet.
@@ -140,13 +128,13 @@ def weights_for(
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
     others = [f"the module lacks {name}" for name in named if name not in used]
-    advice = ""
-    if (lacks or others) and (strict or not found):
-        problems += [*[*lacks.values()][:3], *others[:2], *[*lacks.values()][3:], *others[2:]]
-        advice = " To rename them, set key_mapping in the module"
-        advice += "; to load those that both have, strict_loading = False." if strict else "."
+    if strict or not found:
+        problems += [*lacks.values()][:3] + others[:2] + [*lacks.values()][3:] + others[2:]
     if problems:
-        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
+        raise CheckpointError(
+            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. In the module, key_mapping "
+            "renames weights, and strict_loading = False loads those that both have."
+        )
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))
@@ -162,14 +150,14 @@ def _add_ties(own: Mapping[str, torch.Tensor], plain: Mapping[str, str | None], 
 
 
 def _by_names_of(module: nn.Module, weights: Mapping[str, FileTensor], known: Container[str]) -> dict[str, FileTensor]:
-    """Return weights with the prefix with which most of their names are known."""
+    """Return weights with the prefix that makes most of their names known."""
     prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
     prefix = max(prefixes, key=lambda one: sum(one + name in known for name in weights))
     return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
 def _two_values(own: Mapping[str, torch.Tensor], found: Mapping[str, FileTensor]) -> list[str]:
-    """Return a problem for each tensor of the module to which the weights give two values."""
+    """Return a problem for each tensor of the module that gets two values from the weights."""
     of_tensor: dict[int, FileTensor] = {}
     problems = []
     for name, value in found.items():

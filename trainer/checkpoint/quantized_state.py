@@ -29,16 +29,15 @@ def quantize_again(optimizer: Optimizer) -> None:
     if new_buffer is None or not type(optimizer).__module__.startswith("torchao."):
         return
     for parameter, values in optimizer.state.items():
-        for key in MOMENTS:
-            if key in values:
-                buffer = new_buffer(parameter, key == "exp_avg")
-                if _is_quantized(_local(buffer)):
-                    _set(_local(buffer), _local(values[key]))
-                    values[key] = buffer
+        for key in filter(values.__contains__, MOMENTS):
+            buffer = new_buffer(parameter, key == "exp_avg")
+            if _is_quantized(_local(buffer)):
+                _set(_local(buffer), _local(values[key]))
+                values[key] = buffer
 
 
 def _set(quantized: Any, values: torch.Tensor) -> None:
-    """Set a quantized tensor to values; those of a checkpoint of the same layout, exactly.
+    """Set a quantized tensor to values; exactly, if they come from a checkpoint of the same layout.
 
     torchao would take the largest value of a block as its scale. That is not the scale of values that were quantized
     once, where the largest one is negative: the code for it stands for a little less.

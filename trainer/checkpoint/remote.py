@@ -5,18 +5,20 @@ write or one in progress, and readers skip it. Deleting starts with the manifest
 replaces another are in a folder in it, which the new manifest names. An operation that fails is tried again, as
 `PAUSES` says. tenacity was tried: it saves no line, and draws its pauses from the generator of the user's program; of
 fsspec's stores some try again, each in its own way, and most do not. Stores have to show at once what was written, as
-those of Amazon (since 2020), Google and Microsoft do.
+Amazon's (since 2020), Google's and Microsoft's do.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, BinaryIO, TypeVar
 
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, new_digest
@@ -112,18 +114,19 @@ class RemotePath:
         Raises:
             OSError: the last try failed, or the store has answered that there is no such object, or no permission.
         """
-        for pause in (*PAUSES, None):
+        for pause in PAUSES:
             try:
-                with self._open_store() as (store, path):
-                    return operation(store, path)
+                return self._call_once(operation)
             except _ANSWERS:
                 raise
             except OSError as error:
-                if pause is None:
-                    raise
                 log.info("%s: %s; trying again", self, error)
                 time.sleep(pause * _JITTER.uniform(1, 2))
-        raise AssertionError("the last pause is None")
+        return self._call_once(operation)
+
+    def _call_once(self, operation: Callable[[Any, str], T]) -> T:
+        with self._open_store() as (store, path):
+            return operation(store, path)
 
     def delete(self, recursive: bool = False) -> None:
         """Delete an object, or with `recursive` everything below this name; does nothing if there is nothing."""
@@ -133,7 +136,7 @@ class RemotePath:
     @contextmanager
     def _open_store(self) -> Iterator[tuple[Any, str]]:
         """Yield fsspec's file system and the path in it; raise errors of any client library as OSError."""
-        store, path = _store(self.url)
+        store, path = _store(self.url, repr(self.url))
         try:
             yield store, path
         except (CheckpointError, NotImplementedError, *_ANSWERS):
@@ -142,24 +145,22 @@ class RemotePath:
             raise OSError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
-def check_url(url: str, argument: str = "") -> None:
+def check_url(url: str, given: str) -> None:
     """Check that fsspec supports this kind of URL; some kinds, such as ftp, are connected to.
 
     Args:
-        argument: the name of the argument whose value the URL is, for messages.
+        given: the URL as messages name it.
 
     Raises:
         ConfigError: the scheme is unknown, its package is not installed, or the server does not answer.
     """
     try:
-        _store(url, argument)
+        _store(url, given)
     except OSError as error:
-        given = f"{argument}={url!r}" if argument else repr(url)
         raise ConfigError(f"{given} cannot be reached: {error}") from error
 
 
-def _store(url: str, argument: str = "") -> tuple[Any, str]:
-    given = f"{argument}={url!r}" if argument else repr(url)
+def _store(url: str, given: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -265,15 +266,12 @@ class RemoteStorage:
 
     def remove_leftovers(self, folder: RemotePath, max_age: float) -> list[RemotePath]:
         """Go by age alone, and delete nothing where the store reports no times."""
-        removed = []
         leftovers = self.leftovers(folder)
         now = _time_of(folder) if leftovers else None
-        for child in leftovers:
-            inside = [[*entry.iterdir()] if entry.name.startswith(NEW) else [entry] for entry in child.iterdir()]
-            times = [entry.modified() for entries in inside for entry in entries]
-            if all(now is not None and written is not None and now - written > max_age for written in times):
-                child.delete(recursive=True)
-                removed.append(child)
+        before = (now or 0.0) - max_age
+        removed = [child for child in leftovers if _newest_write(child) < before]
+        for child in removed:
+            child.delete(recursive=True)
         return removed
 
 
@@ -334,6 +332,12 @@ def _time_of(folder: RemotePath) -> float | None:
         return probe.modified()
     finally:
         probe.delete()
+
+
+def _newest_write(folder: RemotePath) -> float:
+    """Return the time of the last write in a folder; infinity where the store reports no times."""
+    inside = (entry.iterdir() if entry.name.startswith(NEW) else (entry,) for entry in folder.iterdir())
+    return max((entry.modified() or math.inf for entry in chain.from_iterable(inside)), default=0.0)
 
 
 def _children(store: Any, path: str) -> list[object]:

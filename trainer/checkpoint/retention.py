@@ -97,7 +97,7 @@ def template_problems(template: str | None) -> list[str]:
     except (ValueError, OverflowError, MemoryError) as error:
         return [f"filename={template!r} cannot be filled in ({error}). Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
     size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME or not name.isprintable() or name.startswith(".") or not name.strip() or {*"{}"} & {*name}:
+    if size > _MAX_NAME or not name.isprintable() or not _NAME.fullmatch(name):
         return [
             f"filename={template[:40]!r}: give a name of at most {_MAX_NAME} bytes, which does not begin with '.' and "
             "has no control characters or single braces."
@@ -105,5 +105,7 @@ def template_problems(template: str | None) -> list[str]:
     return []
 
 
+_NAME = re.compile(r"(?!\s*$)[^.{}][^{}]*")
+"""A name that is not empty or blank, begins with no dot, and has no braces left of a placeholder."""
 _MAX_NAME = 200
 """Maximum bytes of a checkpoint's name: file systems allow 255, and versions and temporary names need some."""

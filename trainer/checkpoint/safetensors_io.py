@@ -1,7 +1,7 @@
 """Read and write the safetensors file format, one tensor at a time.
 
-The files are those of the safetensors library (https://huggingface.co/docs/safetensors). This codec exists because the
-library moves all tensors of a file to the CPU before it writes the first one, and cannot hash on the way: every file
+The format is the safetensors library's (https://huggingface.co/docs/safetensors). This codec exists because the library
+moves all tensors of a file to the CPU before it writes the first one, and cannot hash on the way: every file
 would have to be read once more for its checksum, when written and when read.
 """
 
@@ -140,34 +140,25 @@ def _read_header(
 
 def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:
     """Return the names in the order of their bytes, which must fill the file without gaps or overlaps."""
-    if not isinstance(header, dict):
-        raise _error(where, "its header is not an object")
-    header.pop("__metadata__", None)
-    if header.keys() != expected.keys():
-        strays = sorted(header.keys() ^ expected.keys())
-        raise _error(
-            where, f"it and checkpoint.json do not name the same tensors; {strays[0]!r:.100} is in one of them only"
-        )
-    spans = []
-    for name, entry in header.items():
-        code, shape = _file_type(expected[name].dtype, expected[name].shape)
-        if not isinstance(entry, dict) or entry.get("dtype") != code or entry.get("shape") != shape:
-            raise _error(
-                where,
-                f"the tensor {name!r:.100} is not the {code} of shape {shape!s:.100} that checkpoint.json refers to",
-            )
-        span = entry.get("data_offsets")
-        if not are_sizes(span) or len(span) != 2:
-            raise _error(where, f"the tensor {name!r:.100} has no place in the file")
-        spans.append((span[0], span[1], name))
+    if not isinstance(header, dict) or header.keys() - {"__metadata__"} != expected.keys():
+        raise _error(where, "it does not have the tensors that checkpoint.json names")
+    try:
+        spans = {name: header[name]["data_offsets"] for name in expected}
+        names = sorted(expected, key=lambda name: [*spans[name], name])
+    except (KeyError, TypeError, RecursionError):
+        raise _error(where, "its header does not say where each tensor is") from None
     position = 0
-    for start, end, name in sorted(spans):
-        if start != position or end - start != expected[name].bytes:
-            raise _error(where, f"the bytes of the tensor {name!r:.100} are not where they must be")
-        position = end
+    for name in names:
+        code, shape = _file_type(expected[name].dtype, expected[name].shape)
+        begin, position = position, position + expected[name].bytes
+        wanted = {"dtype": code, "shape": shape, "data_offsets": [begin, position]}
+        if header[name] != wanted or not are_sizes(spans[name]):
+            raise _error(
+                where, f"its header does not have {name!r:.100} at byte {begin}, as {code} of shape {shape!s:.100}"
+            )
     if position != size:
         raise _error(where, f"its tensors take {position} bytes, but {size} are there")
-    return [name for _, _, name in sorted(spans)]
+    return names
 
 
 def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:

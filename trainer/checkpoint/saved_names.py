@@ -16,9 +16,9 @@ from trainer.checkpoint.format import FileTensor
 def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return weights by the names of the Hugging Face model in a module, experts that are saved one by one as one.
 
-    By the table from which transformers' `from_pretrained` knows what to rename and to join; tensors are read no
-    earlier than others. What the model names in the same way stays as it is, and so do weights that need another
-    change, such as a transposition, and all weights of a module with several models.
+    Uses the table of transformers' `from_pretrained`; no tensor is read here. Weights with the model's own names stay
+    unchanged, and so do weights that need another change, such as a transposition, and all weights of a module with
+    several models.
     """
     models = outermost_models(module)
     if len(models) != 1:
@@ -80,7 +80,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def _joined(name: str, change: Any, several: list[list[FileTensor]]) -> FileTensor | None:
-    """Return one tensor made of those of each pattern; None if they are not simply one after the other in memory."""
+    """Return the tensors of all patterns as one; None if they are not simply one after the other in memory."""
     if any(not hasattr(one, "dim") for one in change.operations) or len(change.target_patterns) != 1:
         return None
     steps, pieces = [(type(one).__name__, one.dim) for one in change.operations], [*chain.from_iterable(several)]

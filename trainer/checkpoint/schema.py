@@ -23,6 +23,10 @@ class Integer:
     least: int = 0
     most: int = _MAX - 1
 
+    def fits(self, value: object) -> bool:
+        """Whether a value is such an integer."""
+        return type(value) is int and self.least <= value <= self.most
+
 
 @dataclass(frozen=True)
 class Array:
@@ -31,8 +35,18 @@ class Array:
     dtype: Any
     shape: tuple[int, ...]
 
+    def fits(self, value: Any) -> bool:
+        """Whether a value is such a tensor or array."""
+        array = isinstance(value, (torch.Tensor, np.ndarray))
+        return array and (value.dtype, tuple(value.shape)) == (self.dtype, self.shape)
 
-NUMBER = object()
+
+class _Number:
+    def fits(self, value: object) -> bool:
+        return type(value) is float or (type(value) is int and abs(value) < _MAX)
+
+
+NUMBER = _Number()
 """A number that fits a float."""
 
 Kind = Any
@@ -43,7 +57,7 @@ Kind = Any
 - a tuple of kinds: any of them
 - `[kind]`: a list with items of a kind
 - `{str: kind}`: a dict from str to values of a kind
-- `{"name": kind, "other?": kind}`: a dict with these keys, of which those with "?" may be missing; others are allowed
+- `{"name": kind, "other?": kind}`: a dict with these keys; keys with "?" may be missing, others are allowed
 """
 
 
@@ -82,13 +96,8 @@ def _wrong_inside(value: Any, kind: Any, where: str) -> str | None:
 
 def _fits(value: Any, kind: Kind) -> bool:
     """Return True if a value is of a kind, which is neither a tuple nor a list or dict of kinds."""
-    if isinstance(kind, Integer):
-        return type(value) is int and kind.least <= value <= kind.most
-    if isinstance(kind, Array):
-        array = isinstance(value, (torch.Tensor, np.ndarray))
-        return array and (value.dtype, tuple(value.shape)) == (kind.dtype, kind.shape)
-    if kind is NUMBER:
-        return type(value) is float or (type(value) is int and abs(value) < _MAX)
+    if isinstance(kind, (Integer, Array, _Number)):
+        return kind.fits(value)
     if kind is str:
         return _is_text(value)
     if isinstance(kind, type):
@@ -109,7 +118,7 @@ def _first(found: Iterator[str | None]) -> str | None:
 
 
 def _found_value(value: Any, where: str) -> str:
-    plain = value is None or (isinstance(value, (bool, float)) or (type(value) is int and abs(value) < _MAX))
+    plain = value is None or isinstance(value, (bool, float)) or NUMBER.fits(value)
     return f"{where} is {value if plain else f'of type {type(value).__name__}'}"
 
 
@@ -128,7 +137,7 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
     if isinstance(current, bool):
         fits = isinstance(saved, (bool, NoneType))
     elif isinstance(current, (int, float)) or _is_number(current):
-        fits = _fits(saved, NUMBER) or _is_number(saved)
+        fits = NUMBER.fits(saved) or _is_number(saved)
     else:
         fits = current is None or isinstance(saved, type(current))
     return None if fits else _found_value(saved, where)

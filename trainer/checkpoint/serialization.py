@@ -45,7 +45,7 @@ _AS_THEY_ARE = SCALARS - {int, float}
 _MARKS = repeat("$")
 """The beginning of the keys that only this module may write, for each key of a dict."""
 _reported: set[tuple[str, ...]] = set()
-"""The entries and classes of which a warning was logged."""
+"""The entries and classes that a warning has named already."""
 
 Refused = list[tuple[tuple[Any, ...], str]]
 """The path to each value that cannot be stored, from its entry on, and what it is."""

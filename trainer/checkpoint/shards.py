@@ -60,7 +60,7 @@ def in_memory(value: Any) -> Any:
 
 
 class _ReadWhenUsed(torch.Tensor):
-    """A tensor without memory: each operation on it, such as `parameter.copy_`, reads the stored tensor anew."""
+    """A tensor without memory: each operation on it, such as `parameter.copy_`, reads the stored tensor again."""
 
     _stored: StoredTensor
 
@@ -71,7 +71,7 @@ class _ReadWhenUsed(torch.Tensor):
 
 
 def read_when_used(value: Loadable) -> torch.Tensor:
-    """Return a tensor for `load_state_dict`, which copies one after the other; that of a file is read by the copy."""
+    """Return a tensor for `load_state_dict`, which copies one after the other; a stored one is read by the copy."""
     if isinstance(value, torch.Tensor):
         return value
     tensor: Any = torch.Tensor._make_wrapper_subclass(_ReadWhenUsed, value.shape, dtype=value.dtype)

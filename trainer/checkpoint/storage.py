@@ -36,16 +36,16 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     url = URL.fullmatch(str(path))
     if url is None or url["scheme"].lower() in ("file", "local"):
         return local_path(path, argument)
+    given = f"{argument}={path!r}".removeprefix("=")
     if not url["rest"].startswith("/"):
-        was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
-        given = f"{argument}={path!r}" if argument else repr(path)
-        raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
-    check_url(str(path), argument)
+        right = str(path).replace(":/", "://", 1)
+        raise ConfigError(f"{given} is not a URL, perhaps because a Path was made of one: give the text {right!r}.")
+    check_url(str(path), given)
     return RemotePath(f"{url['scheme']}://{url['rest'][1:].rstrip('/')}")
 
 
 def real_path(path: StoragePath) -> StoragePath:
-    """Return the one path of a place on this machine, without links; a URL as it is."""
+    """Return the real path of a place on this machine, without links; a URL unchanged."""
     return path.resolve() if isinstance(path, Path) else path
 
 
@@ -144,7 +144,7 @@ _REMOTE: Storage[RemotePath] = RemoteStorage()
 
 
 def storage_of(path: StoragePath) -> Storage[Any]:
-    """Return the storage in which a path lies."""
+    """Return the storage of a path."""
     return _REMOTE if isinstance(path, RemotePath) else _LOCAL
 
 
@@ -239,9 +239,10 @@ def check_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> str | Non
     """
     try:
         with open_entry(path, entry, hashing) as reader:
-            buffer = memoryview(bytearray(min(_CHUNK, entry.bytes) if hashing else 0))
-            for start in range(0, entry.bytes if hashing else 0, _CHUNK):
-                reader.read_into(buffer[: entry.bytes - start])
+            if hashing:
+                buffer = memoryview(bytearray(min(_CHUNK, entry.bytes)))
+                for start in range(0, entry.bytes, _CHUNK):
+                    reader.read_into(buffer[: entry.bytes - start])
     except ReadError:
         raise
     except CheckpointError as error:

@@ -7,6 +7,8 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from trainer.fault_tolerance.fault_points import fault_point
 log = logging.getLogger("trainer")
 
 _LARGE = 16 << 20
-"""Bytes of a checkpoint from which its files are written at once."""
+"""Bytes of a checkpoint; a larger one's files are written in parallel."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def plan_save(
 
     Raises:
         UnstorableError: something cannot be stored (names each field).
-        CheckpointError: a key is no name of a file, or parts of a sharded tensor are missing.
+        CheckpointError: a key cannot name a file, or parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
     plain: Any = None
@@ -105,25 +107,25 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
     """Return the first error of all processes; of values that cannot be stored, one error that names all."""
     refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
     everywhere = process_group.all_gather_object((None if refused else problem, refused))
-    first = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
-    every = [one for _, of_rank in everywhere for one in of_rank]
-    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
+    first = next(filter(None, map(itemgetter(0), everywhere)), None)
+    every = [*dict.fromkeys(chain.from_iterable(map(itemgetter(1), everywhere)))]
+    return unstorable(every) if first is None and every else first
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
-    """Serialize each top-level key by itself.
+    """Serialize each top-level key separately.
 
     Raises:
         UnstorableError: something cannot be stored; names each field.
-        CheckpointError: a key is no name of a file.
+        CheckpointError: a key cannot name a file.
     """
     keys: dict[str, Serialized] = {}
     refused = Refused()
     for key, value in state.items():
         if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in map(str.lower, keys):
             raise CheckpointError(
-                f"{key!r} cannot be a top-level key of a checkpoint: it names a file, so it must begin with a letter, "
-                "have only letters, digits, '_' and '-', and differ from the others in more than upper and lower case"
+                f"{key!r} cannot be a top-level key of a checkpoint, which names a file: begin it with a letter, use "
+                "letters, digits, '_' and '-', and let it differ from the others in more than upper and lower case"
             )
         try:
             keys[key] = serialize(value, key)
@@ -151,9 +153,8 @@ def _collect_parts(keys: dict[str, Serialized], process_group: ProcessGroup) -> 
             held, numel = sum(extent.numel for extent in extents), math.prod(shard.shape)
             if held != numel:
                 return CheckpointError(
-                    f"cannot store {key}[{name!r}]: the {len(gathered)} processes hold {held} of its {numel} elements, "
-                    "so they do not hold the same state. Save on every process, at the same step, outside any "
-                    "`if rank == 0`."
+                    f"cannot store {key}[{name!r}]: the {len(gathered)} processes hold {held} of its {numel} elements. "
+                    "Save on every process, at the same step, outside any `if rank == 0`."
                 )
             content.parts[name].extend([rank, *astuple(extent)] for rank, extent in enumerate(extents) if extent.numel)
     return None
@@ -230,8 +231,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     except (OSError, ReadError) as error:
         raise WriteError(f"cannot write the checkpoint {final}: {reason(error)}") from error
     if not is_checkpoint:
-        what = "is not a checkpoint, so it is not overwritten" if overwrite else "is not replaced"
-        raise CheckpointError(f"{final} exists, and {what}. Give another name, or delete it before.")
+        raise CheckpointError(f"{final} exists: give another name, or delete it. Only a checkpoint can be overwritten.")
     if inside:
         raise CheckpointError(f"{final} is not replaced: the checkpoint {inside[0]} in it would be deleted. Move that.")
     return True
@@ -252,8 +252,10 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     except OSError as error:
         if process_group.world_size == 1:
             raise
-        hint = "" if folder.exists() else ". Every process has to see the same directory, on storage that they share"
-        own = WriteError(f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}{hint}")
+        own = WriteError(
+            f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}. All processes have to "
+            "see the same directory, on storage that they share"
+        )
     entries: dict[str, FileEntry] = {}
     for of_rank in process_group.all_gather_object(own):
         if isinstance(of_rank, CheckpointError):
@@ -265,7 +267,7 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
 def _write_together(
     files: dict[str, dict[str, torch.Tensor]], write: Callable[[str, dict[str, torch.Tensor]], FileEntry]
 ) -> dict[str, FileEntry]:
-    """Write the files, each in a thread of its own if they are large, and return their entries.
+    """Write the files, each in its own thread if they are large, and return their entries.
 
     Tensors of a device are read in this thread, whose current stream has computed them.
     """

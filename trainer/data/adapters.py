@@ -36,7 +36,7 @@ def make_batch_loader(
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
     sample counts exactly once, and any position is reached without reading samples. Everything else (a subclass of
-    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used as it is, by an
+    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used unchanged, by an
     `IterableLoader`.
 
     Args:
@@ -49,7 +49,7 @@ def make_batch_loader(
         shuffle: override the loader: False for the same order in every epoch.
         seed_per_sample: seed the random numbers of loading for each sample instead of each micro-batch.
         pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
-        split: False: each rank gets what the sampler of its own DataLoader gives.
+        split: False: each rank gets what its own DataLoader's sampler gives.
 
     Raises:
         ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
@@ -65,7 +65,11 @@ def make_batch_loader(
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
-    _refuse_others(loader, label)
+    if not defines(loader, "__iter__", "__getitem__"):
+        raise ConfigError(
+            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
+            "object with __iter__ that yields batches."
+        )
     if not is_plain(loader):
         cut = split and world_size > 1 and repeats_samples(loader)
         return IterableLoader(
@@ -105,15 +109,6 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
     if _is_several(loaders):
         return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
     return {"": loaders}
-
-
-def _refuse_others(loader: Any, label: str) -> None:
-    """Raise ConfigError for what yields nothing."""
-    if not defines(loader, "__iter__", "__getitem__"):
-        raise ConfigError(
-            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
-            "object with __iter__ that yields batches."
-        )
 
 
 def _is_several(loaders: Any) -> bool:

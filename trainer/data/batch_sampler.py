@@ -1,4 +1,4 @@
-"""DistributedBatchSampler: which samples a process loads, in which order, from any position on."""
+"""DistributedBatchSampler: choose the samples of a process and their order, from any position on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
-from trainer.data.fingerprints import functions_of, globals_fingerprints, sampler_fingerprints
+from trainer.data.fingerprints import functions_of, globals_fingerprints, length_of, sampler_fingerprints
 from trainer.data.loader import has_state, round_of
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access, sizes_of
@@ -81,8 +81,8 @@ class DistributedBatchSampler:
 
     The batches of a user's own batch sampler are not split: in round k rank r takes batch k*W+r. The order of torch's
     own samplers is computed at any position. Another sampler is iterated itself, on every rank alike, with random
-    numbers of (seed, epoch) only; one that shards by itself (`num_replicas` > 1 and `rank`, like a subclass of
-    DistributedSampler) is used as it is.
+    numbers of (seed, epoch) only; one that does its own sharding (`num_replicas` > 1 and `rank`, like a subclass of
+    DistributedSampler) is used unchanged.
 
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
@@ -90,7 +90,7 @@ class DistributedBatchSampler:
         pad: padding in evaluation, too.
         shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
-        split: False: the sampler gives this process's part, as one that shards by itself does.
+        split: False: the sampler gives this process's part already.
         seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
             each batch, of (seed, epoch, global micro-batch, rank).
     """
@@ -122,7 +122,7 @@ class DistributedBatchSampler:
         self._shuffle, self.reshuffles = shuffle, shuffle is not False
         self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
         self._sizes: dict[str, Any] | None = None
-        """The sizes with which the epoch in progress began, from a checkpoint; None: as they are."""
+        """The sizes at the beginning of the epoch in progress, from a checkpoint; None: the current sizes."""
         self._epoch, self._start, self._again = 0, 0, 0
         self._limit: int | None = None
         self._restored: dict[str, Any] | None = None
@@ -132,12 +132,12 @@ class DistributedBatchSampler:
         self._seed_per_sample, self.seed_rank = seed_per_sample, rank
         self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
         self._now: list[dict[str, Any]] = []
-        """The attributes that samplers of torch get once the order of an epoch that goes on is drawn."""
+        """The attributes to set in torch's samplers once the order of a resumed epoch is drawn."""
         self._latest: deque[tuple[int, int, Any]] | None = None
         """Epoch, number and indices of the latest batches, which workers may be loading; None: they are not kept."""
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
-        """Read batch size, length and indices anew; see `BatchLoader.measure`."""
+        """Read batch size, length and indices again; see `BatchLoader.measure`."""
         if start == 0:
             self._sizes = None
         sampler = _public(self._loader)[2]
@@ -155,7 +155,7 @@ class DistributedBatchSampler:
         self._read_sizes()
 
     def forget_sizes(self) -> None:
-        """Go on inside an epoch with the sizes of now."""
+        """Continue an epoch with the current sizes."""
         self._sizes = None
 
     def _seed(self, seed: int, generators: Sequence[OwnGenerator]) -> None:
@@ -178,9 +178,8 @@ class DistributedBatchSampler:
             there, sizes = sizes[1], (restored["samples"], restored["size"])
             if sizes[1] > there:
                 raise ConfigError(
-                    f"the epoch in progress began with {sizes[1]} samples to choose from, and this run has {there} of "
-                    "them: have load_state_dict of the data module, or the hook that adds samples, bring them back "
-                    "before the epoch goes on. Or resume from a checkpoint written at the end of an epoch."
+                    f"the epoch in progress began with {sizes[1]} samples to choose from, and this run has {there}. "
+                    "Restore them in the data module's load_state_dict, or resume from the end of an epoch."
                 )
         self.random_access = random_access(self.sampler, sizes)
         own_order = self.random_access is None or self.random_access.shuffled
@@ -252,7 +251,7 @@ class DistributedBatchSampler:
     def numbers(self) -> dict[str, str]:
         """Return the numbers that decide the order, by the names of the samplers' attributes.
 
-        Without those that are restored from a checkpoint. Empty for a sampler that shards by itself, or is replaced.
+        Without numbers that a checkpoint restores. Empty for a sampler that does its own sharding, or is replaced.
         """
         if self.shards_itself or type(self.sampler) is DistributedSampler:
             return {}
@@ -272,10 +271,10 @@ class DistributedBatchSampler:
         return globals_fingerprints(chain.from_iterable(map(functions_of, _nested(self.sampler))))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes with which the epoch in progress began, the attributes that the user's samplers have changed
+        """Return the sizes at the beginning of the epoch, the attributes that the user's samplers have changed
         since the run began, and their own states.
 
-        "start", "own_start": as they were at the start of the epoch; "now", "own_now": as they are.
+        "start", "own_start": the values at the start of the epoch; "now", "own_now": the current ones.
         """
         if self._restored is not None:
             return self._restored
@@ -444,7 +443,7 @@ class DistributedBatchSampler:
 
     def iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
         """Yield what the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be
-        short), with random numbers of its own.
+        short), with its own random numbers.
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """
@@ -487,13 +486,7 @@ def _public(loader: DataLoader[Any]) -> tuple[int, bool, Any, bool]:
 
 
 def _length(sampler: Any) -> int | None:
-    if type(sampler) is DistributedSampler:
-        dataset: Any = sampler.dataset
-        return len(dataset)
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
+    return length_of(sampler.dataset if type(sampler) is DistributedSampler else sampler)
 
 
 def _shards_itself(sampler: Any) -> bool:
@@ -510,8 +503,7 @@ def _check_shards(sampler: Any, rank: int, world_size: int) -> None:
         if given != (rank, world_size):
             raise ConfigError(
                 f"{type(one).__name__} gives part {given[0]} of {given[1]} of the data, and this process is reader "
-                f"{rank} of {world_size}: pass rank=trainer.reader and num_replicas=trainer.readers, or leave both "
-                "out of a plain sampler."
+                f"{rank} of {world_size}: pass rank=trainer.reader and num_replicas=trainer.readers, or neither."
             )
 
 

@@ -98,7 +98,7 @@ def together(
 
 
 class CombinedBatches(BatchLoader):
-    """The batches of a `CombinedLoader` on one process; each loader is split over the processes by itself."""
+    """The batches of a `CombinedLoader` on one process; each loader is split over the processes separately."""
 
     def __init__(self, loader: CombinedLoader, parts: list[BatchLoader], label: str, limit: int | float | None) -> None:
         super().__init__(loader, label, limit)

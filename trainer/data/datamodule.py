@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -44,8 +44,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
         trainer.fit(module, datamodule=Digits(batch_size=64))
 
-    The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is that of
-    one process. A loader method that is not overridden means that there is no such data.
+    The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is one
+    process's. A loader method that is not overridden means that there is no such data.
     """
 
     def __init__(self) -> None:
@@ -126,22 +126,22 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """
         from torch.utils.data import DataLoader, IterableDataset
 
-        def loader(dataset: Any, shuffle: bool = False) -> Any:
+        def loader(dataset: Any, shuffle: bool) -> Any:
             shuffle = shuffle and not isinstance(dataset, IterableDataset)
             return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
 
-        def loaders(datasets: Any, shuffle: bool = False) -> Any:
+        def loaders(datasets: Any, shuffle: bool) -> Any:
             if isinstance(datasets, Mapping):
                 return {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
-            is_list = (isinstance(datasets, Sequence) and not hasattr(datasets, "__add__")) or type(datasets) is list
-            return [loader(one, shuffle) for one in datasets] if is_list else loader(datasets, shuffle)
+            if isinstance(datasets, list):
+                return [loader(one, shuffle) for one in datasets]
+            return loader(datasets, shuffle)
 
         module = cls(**options)
-        for stage, datasets in (("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in given.items():
             if datasets is not None:
-                setattr(module, f"{stage}_dataloader", partial(loaders, datasets))
-        if train_dataset is not None:
-            module.train_dataloader = partial(loaders, train_dataset, True)  # type: ignore[method-assign]
+                setattr(module, f"{stage}_dataloader", partial(loaders, datasets, shuffle=stage == "train"))
         return module
 
     @classmethod
@@ -158,7 +158,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         Args:
             checkpoint_path: a checkpoint folder.
             map_location, weights_only: no effect: a data module's state is on the CPU, and contains no code.
-            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            hparams_file: a file of hyperparameters, YAML or JSON, which replace the checkpoint's.
             hyperparameters: override the stored ones.
 
         Raises:
@@ -166,8 +166,9 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """
         checkpoint = read_checkpoint(locate(checkpoint_path))
         kept = checkpoint.get("hyperparameters", {})
-        stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
-        kinds = kept.get("kinds", {}).get("data") if hparams_file is None else None
+        stored, kinds = kept.get("data", {}), kept.get("kinds", {}).get("data")
+        if hparams_file is not None:
+            stored, kinds = read_hyperparameters(hparams_file), None
         inside = kept.get("arguments", {}).get("data")
         datamodule = construct(cls, constructor_arguments(cls, stored, inside, hyperparameters, kinds))
         if checkpoint.get("data"):
@@ -176,11 +177,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
     def __str__(self) -> str:
         """Return the loaders that are defined, one a line."""
-        lines = []
-        for stage in ("train", "val", "test", "predict"):
-            if self.overrides(f"{stage}_dataloader"):
-                lines.append(f"{stage}_dataloader")
-        return f"{type(self).__name__}({', '.join(lines) or 'no loaders'})"
+        names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
+        return f"{type(self).__name__}({', '.join(filter(self.overrides, names)) or 'no loaders'})"
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -36,9 +37,9 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def fingerprint(value: Any) -> str | None:
-    """Return a description by which two values can be compared; None if the value holds no numbers.
+    """Return a description for comparing two values; None if the value holds no numbers.
 
-    An int or bool is described by itself; a range, list, array or tensor of numbers by its size and a hash, which do
+    An int or bool is its own description; a range, list, array or tensor of numbers by its size and a hash, which do
     not depend on its type.
     """
     if type(value) in (bool, int):
@@ -102,7 +103,7 @@ def _by_attribute(dataset: Any, describe: Callable[[Any, int], Iterable[str]]) -
     """Return the texts that `describe` gives of each attribute with the length of its dataset, by class and name."""
     found: dict[str, list[str]] = {}
     for one in _nested(dataset):
-        length = 0 if isinstance(one, (Subset, ConcatDataset)) else _length(one)
+        length = 0 if isinstance(one, (Subset, ConcatDataset)) else length_of(one) or 0
         for name, value in attributes(one).items() if length else ():
             try:
                 texts = [*describe(value, length)]
@@ -161,12 +162,12 @@ def _items(value: Any) -> list[Any]:
     return [*items][:_MOST_ITEMS]
 
 
-def _length(dataset: Any) -> int:
-    """Return the length of a dataset; 0 if it has none."""
+def length_of(value: Any) -> int | None:
+    """Return the length of a dataset, a sampler or a loader; None if it has none."""
     try:
-        return len(dataset)
+        return len(value)
     except (TypeError, NotImplementedError):
-        return 0
+        return None
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
@@ -279,7 +280,7 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def name_of(function: Any) -> str:
-    """Return a name by which two processes can compare a function: of a lambda with its place, of an object its class.
+    """Return a name for comparing a function between processes: of a lambda with its place, of an object its class.
 
     What the function holds or encloses, such as a generator or a rank, does not count.
     """
@@ -308,6 +309,19 @@ def describe_function(function: Any) -> str:
     return f"{getattr(named, '__qualname__', type(named).__qualname__)} ({function_fingerprint(function)})"
 
 
+def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:
+    enclosed = [*enclosed_values(function).values()]
+    return function.__code__, enclosed, function.__defaults__, function.__kwdefaults__
+
+
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    FunctionType: _parts_of_function,
+    partial: attrgetter("func", "args", "keywords"),
+    MethodType: attrgetter("__func__", "__self__"),
+}
+"""The parts that decide what a callable computes, by its class."""
+
+
 def _computed(value: Any, depth: int) -> Any:
     """Return lists and texts that are equal on two processes if the values are; of unknown objects, their class."""
     if depth == 0:
@@ -318,13 +332,9 @@ def _computed(value: Any, depth: int) -> Any:
     if isinstance(value, CodeType):
         constants = [_computed(one, depth) for one in value.co_consts]
         return [value.co_code.hex(), value.co_names, constants]
-    if isinstance(value, FunctionType):
-        enclosed = [*enclosed_values(value).values()]
-        return [_computed(one, inner) for one in (value.__code__, enclosed, value.__defaults__, value.__kwdefaults__)]
-    if isinstance(value, partial):
-        return [_computed(one, inner) for one in (value.func, value.args, value.keywords)]
-    if isinstance(value, MethodType):
-        return [_computed(one, inner) for one in (value.__func__, value.__self__)]
+    for kind, parts_of in _PARTS.items():
+        if isinstance(value, kind):
+            return [_computed(one, inner) for one in parts_of(value)]
     if isinstance(value, dict):
         return sorted(str([_computed(key, inner), _computed(one, inner)]) for key, one in value.items())
     if isinstance(value, (set, frozenset)):

@@ -1,4 +1,4 @@
-"""IterableLoader: any iterable of batches that is not a plain DataLoader, used exactly as it is."""
+"""IterableLoader: any iterable of batches that is not a plain DataLoader, used unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
-from trainer.data.fingerprints import describe_function
+from trainer.data.fingerprints import describe_function, length_of
 from trainer.data.loader import Batch, BatchLoader, has_state, round_of
 from trainer.data.sampler_state import own_generators
 from trainer.data.worker_processes import data_loaders_in
@@ -66,7 +66,7 @@ class _WithNext:
         return self._left == 0
 
     def ends(self) -> bool:
-        """Whether there is no further batch. The loader is asked for one if that is not known, but never beyond the
+        """Whether the epoch has ended. The loader is asked for one if that is not known, but never beyond the
         limit; an error waits until it would have been raised."""
         if self._left == 0:
             return True
@@ -158,15 +158,15 @@ class IterableLoader(BatchLoader):
         )
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
         super().__init__(loader, label, limit)
-        # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
+        # Each worker of a DataLoader over an IterableDataset makes or drops its own short batch.
         self._slack = max(0, loader.num_workers - 1) if isinstance(loader, DataLoader) else 0
         self.measure()
         self.note = self._make_note()
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
-        length = _length(self._loader)
+        length = length_of(self._loader)
         if epoch is not None and length is not None:
-            # It may follow from the epoch, and from the state with which that begins or goes on.
+            # It may depend on the epoch, and on the state at its beginning.
             with isolated_rng(generators=_generators(self._loader)):
                 state = self._state_before(start)
                 if state is not None and start == 0:
@@ -175,10 +175,10 @@ class IterableLoader(BatchLoader):
                 self._told = epoch if state is None or start > 0 else None
                 if state is not None and start > 0:
                     self._load(state)
-            length = _length(self._loader)
+            length = length_of(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
         self._set_lengths(length, length)
-        # Of this process; in training the length may be that of another one.
+        # Of this process; in training the length may be another process's.
         self._promised = length if length is None or self.limit is None else min(length, self.limit)
         # In evaluation one process may have no batch.
         if self.limit != 0 and length == 0 and (self._training or self._single_process):
@@ -200,7 +200,7 @@ class IterableLoader(BatchLoader):
         if self._keeper is None:
             return {}
         place = self._place()
-        # Where each epoch is the first one, so it is after a resume.
+        # If each epoch is the first one, a resumed run needs its state, too.
         return place if self._first is None else {**place, "first": self._first}
 
     def _place(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class IterableLoader(BatchLoader):
             return self._restored
         batches = self._batches
         if batches is None:
-            with isolated_rng():  # that of a StatefulDataLoader draws the seed of its workers
+            with isolated_rng():  # a StatefulDataLoader draws the seed of its workers
                 return self._state(ended=False, goes_on=False)
         if not batches.is_asked:
             # A state may be the same at an epoch's end and at its beginning, so the loader has to say which it is.
@@ -219,7 +219,7 @@ class IterableLoader(BatchLoader):
         return self._asked
 
     def _state(self, ended: bool, goes_on: bool) -> dict[str, Any]:
-        """Return the state of now, which `iter()` of a restored loader goes on with if it was left before its end."""
+        """Return the current state; `iter()` of a restored loader continues with it if it was left before its end."""
         state = self._keeper.state_dict()
         return {"loader": state, "passed": self._share.passed, "ended": ended, "goes_on": goes_on}
 
@@ -283,14 +283,14 @@ class IterableLoader(BatchLoader):
             if restored is not None and start == 0:
                 self._end_epoch_before(restored, seed)
             opened = self._start_epoch(epoch, seed, restored if start else None)
-            # An endless one of which this run has read nothing has given the epochs before, too.
+            # An endless loader that this run has not read yet has also given the epochs before.
             before = epoch * (self.limit or 0) if self.one_shot and not self._used else 0
             for _ in islice(opened, start + before if restored is None else 0):
                 pass
             return opened if start > 0 else self._with_first(opened, seed)
 
     def _with_first(self, batches: Iterator[Any], seed: int) -> Iterator[Any] | None:
-        """Return the batches of an epoch, of which the first one is drawn with its random numbers; None if it has none.
+        """Return the batches of an epoch, the first one drawn with the epoch's random numbers; None if it has none.
 
         If the state of a loader is the end of an epoch, such loaders first finish that epoch, without a batch.
         """
@@ -322,7 +322,7 @@ class IterableLoader(BatchLoader):
         return samples if fits else None
 
     def _report_short_epoch(self, given: int) -> None:
-        """Report, once, that an epoch had fewer batches than the limit, by which schedules are made."""
+        """Report, once, that an epoch had fewer batches than the limit, which schedules rely on."""
         if not self._reported and self._length is None and self.limit is not None and given < self.limit:
             self._reported = True
             log.log(
@@ -334,7 +334,7 @@ class IterableLoader(BatchLoader):
             )
 
     def _state_before(self, start: int) -> dict[str, Any] | None:
-        """Return the state with which batch number `start` of an epoch is read; None: the one that the loader has."""
+        """Return the state for reading batch number `start` of an epoch; None: the loader's current one."""
         if start == 0 and self._first is not None:
             return self._first
         if self._batches is not None and self._batches.is_asked:
@@ -366,11 +366,11 @@ class IterableLoader(BatchLoader):
                 return
             batches = self._begin()
             if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
-                return  # it has its state before it is told the epoch; the next `iter()` begins anew
+                return  # it has its state before it is told the epoch; the next `iter()` begins again
             if state["goes_on"]:
                 # Torchdata's samplers go to their place when they are asked for a batch, and not before.
                 next(batches, None)
-            # Else it has begun anew by itself, with other random numbers than those of the epoch.
+            # Else it has begun again automatically, with other random numbers than the epoch's.
             elif isinstance(self._loader, DataLoader):
                 begun = deepcopy(self._keeper.state_dict())
                 of_workers = begun.get("_snapshot", {}).get("_main_snapshot", {})
@@ -400,8 +400,8 @@ class IterableLoader(BatchLoader):
     def _refuse_nothing(self) -> None:
         if self._training or self._single_process or (self.one_shot and self._used):
             raise ConfigError(
-                f"{self.label} has no batch: {self._kind()} yielded nothing. What can be iterated only once, such as a "
-                "generator, is used up by then: pass something that can be iterated again, e.g. a list or a DataLoader."
+                f"{self.label} has no batch: {self._kind()} yielded nothing. A generator or the like is used up "
+                "by then: pass something that can be iterated again, e.g. a list or a DataLoader."
             )
 
     def _kind(self) -> str:
@@ -413,14 +413,12 @@ class IterableLoader(BatchLoader):
         if self._share.every > 1:
             notes.append(
                 f"{kind} is a subclass of DataLoader: each process loads all batches and takes one of "
-                f"{self._share.every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or "
-                "a sampler with num_replicas and rank"
+                f"{self._share.every}. Faster: a plain DataLoader, or a sampler with num_replicas and rank"
             )
         elif not self._single_process:
             notes.append(
-                f"each process iterates {kind} itself, because it is not a plain DataLoader over a dataset with "
-                "indices: it must give each process its own part (of a Hugging Face dataset: "
-                "datasets.distributed.split_dataset_by_node with self.trainer.reader and self.trainer.readers)"
+                f"each process iterates {kind} itself: it must give each process its own part (of a Hugging Face "
+                "dataset: datasets.distributed.split_dataset_by_node with self.trainer.reader and self.trainer.readers)"
             )
         if self._training and self.one_shot:
             notes.append(f"{kind} can be iterated only once: one epoch")
@@ -435,14 +433,13 @@ def _why_not_exact(loader: Any, stateful: bool) -> str | None:
     dataset = getattr(loader, "dataset", None)
     if not stateful:
         return (
-            "has no state_dict and load_state_dict by which its place is known (torchdata's StatefulDataLoader has "
-            "them), so a resumed run reads the batches already used again and skips them"
+            "has no state_dict and load_state_dict (torchdata's StatefulDataLoader has them), so a resumed run reads "
+            "the batches already used again and skips them"
         )
     if _shuffles_in_a_buffer(dataset) or _generators(loader):
         return (
             "has a buffer of shuffled samples, or a sampler with a random generator, which is not in its state. Give "
-            "the sampler state_dict and load_state_dict; or use a plain DataLoader without workers, which reads the "
-            "batches already used again and skips them"
+            "the sampler state_dict and load_state_dict, or use a plain DataLoader without workers"
         )
     if getattr(loader, "num_workers", 0) > 0:
         return (
@@ -453,7 +450,7 @@ def _why_not_exact(loader: Any, stateful: bool) -> str | None:
 
 
 def _keeper_of_place(loader: Any) -> Any:
-    """Return the loader if it has a state, else its dataset; None if neither has one from which the rest follows."""
+    """Return the loader if it has a state, else its dataset; None if neither has one that determines the rest."""
     dataset = getattr(loader, "dataset", None)
     if has_state(loader) and not _counts_batches(loader, dataset):
         return loader
@@ -503,15 +500,8 @@ def _popped(items: list[Any]) -> Iterator[Any]:
         yield items.pop()
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _parts(loader: Any) -> list[Any]:
-    """Return the loader and those of its parts that may have a `set_epoch`."""
+    """Return the loader and its parts that may have a `set_epoch`."""
     parts = [loader]
     if isinstance(loader, DataLoader):
         batches = loader.batch_sampler

@@ -1,4 +1,4 @@
-"""LengthGroupedSampler: samples in random order, those of similar length together."""
+"""LengthGroupedSampler: samples in random order, similar lengths together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainer.errors import ConfigError
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Draw samples at random, such that those of a batch have similar lengths: less of a batch is padding.
+    """Draw samples at random, with similar lengths in each batch: less of a batch is padding.
 
-    A random order is cut into groups of `batch_size * group_batches` samples, each of which is sorted by length; the
+    A random order is cut into groups of `batch_size * group_batches` samples, each sorted by length; the
     longest sample of all comes first, so that a lack of memory shows in the first step. The order depends on the
     trainer's seed and the epoch only: `DataLoader(dataset, batch_size=8, sampler=LengthGroupedSampler(dataset, 8))` is
-    split over processes, and a resumed run goes on in the same order.
+    split over processes, and a resumed run continues in the same order.
 
     Args:
         lengths: the length of each sample; or a dataset whose samples have one (`len(sample)`, or

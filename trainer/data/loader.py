@@ -80,12 +80,7 @@ class BatchLoader(ABC):
     _newest: weakref.ref[Any] | None = None
     """The newest iterator of the loader, if that may have workers."""
 
-    def __init__(
-        self,
-        loader: Any,
-        label: str,
-        limit: int | float | None,
-    ) -> None:
+    def __init__(self, loader: Any, label: str, limit: int | float | None) -> None:
         self._users = loader
         self.label = label
         """The loader's name in messages."""
@@ -108,7 +103,7 @@ class BatchLoader(ABC):
     def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None) -> None:
         self.limit = _batches(self._given_limit, num_global_batches, self.label)
         before, self._measured = self._measured, (num_local_batches, num_global_batches, self.limit)
-        if self._measured != before:  # else the length stays that of all processes
+        if self._measured != before:  # else the length stays the common one of all processes
             self.length = _minimum(num_local_batches, self.limit)
             self.max_length = _minimum(num_global_batches, self.limit)
 
@@ -120,15 +115,15 @@ class BatchLoader(ABC):
 
         Args:
             epoch: the epoch that `set_epoch` is told, for the next `iterate`; None: nothing is told yet.
-            start: the batches of it that are consumed; above 0 a resumed run goes on inside the epoch, with the sizes
-                that it began with.
+            start: the consumed batches of the epoch; above 0 a resumed run continues the epoch, with the sizes that it
+                began with.
 
         Raises:
             ConfigError: the loader has become empty, or lacks samples that the epoch began with.
         """
 
     def forget_sizes(self) -> None:
-        """Have an epoch that goes on take the data of now, and not the sizes that it began with."""
+        """Have a resumed epoch use the current data, not the sizes that it began with."""
 
     @abstractmethod
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -145,7 +140,7 @@ class BatchLoader(ABC):
         """
 
     def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
-        """Do as `iterate` in an epoch of which nothing is left: samplers begin it, and no batch is loaded."""
+        """Do as `iterate` in an epoch with nothing left: samplers begin it, and no batch is loaded."""
 
     def facts_for_ranks(self) -> FactsForRanks:
         """Return what the processes compare; of an iterable only that it is one. It may take seconds."""
@@ -191,9 +186,8 @@ class BatchLoader(ABC):
         if more or given < length - slack:
             number = f"more than {given}" if more else f"only {given}"
             raise ConfigError(
-                f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Return "
-                "the number that __iter__ yields, or define no __len__. To end an epoch earlier, give "
-                "Trainer(limit_train_batches=...), limit_val_batches and so on."
+                f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Define "
+                "none, or return the number that __iter__ yields; limit_train_batches= ends epochs earlier."
             )
 
     def shorten(self, lengths: list[int | None]) -> None:
@@ -236,16 +230,16 @@ class BatchLoader(ABC):
         """Restore what `state_dict` returned; the next `iterate` continues there."""
 
     def generators(self) -> list[OwnGenerator]:
-        """Return the random generators in the user's loader and data, from which reading draws."""
+        """Return the random generators in the user's loader and data."""
         return own_generators(self._users, of_data=True)
 
     def streams(self) -> list[Any]:
-        """Return the user's objects that may keep a place in the data, and have no state by which to put it back."""
+        """Return the user's objects that may keep a place in the data without a state to restore it."""
         return []
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:
-        """Iterate in the block, and go on afterwards as if that had not been."""
+        """Iterate in the block, and continue afterwards as if nothing had been read."""
         before = self.state_dict()
         try:
             yield
@@ -331,7 +325,7 @@ class Loaders:
 
     @property
     def evaluated(self) -> dict[str, BatchLoader]:
-        """The evaluation loaders: a stage has those of one kind."""
+        """The evaluation loaders: a stage has one kind."""
         return self.val or self.test or self.predict
 
     @contextmanager
@@ -392,4 +386,5 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
 
 
 def _minimum(length: int | None, limit: int | None) -> int | None:
-    return min((one for one in (length, limit) if one is not None), default=None)
+    known: set[Any] = {length, limit} - {None}
+    return min(known, default=None)

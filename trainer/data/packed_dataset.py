@@ -27,7 +27,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Hugging Face's models attend within documents when they get `position_ids` that begin again, no attention mask and
     no cache: `model(input_ids=..., position_ids=..., use_cache=False)`, in batches of any size. For other models there
-    is `attention_mask(document_ids)`. Which document is in which row depends on the lengths alone, so that a resumed
+    is `attention_mask(document_ids)`. The rows depend on the lengths alone, so that a resumed
     run has the same rows.
 
     Args:
@@ -42,11 +42,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self,
-        documents: Sequence[Any],
-        length: int,
-        pad_token_id: int = 0,
-        lengths: Sequence[int] | None = None,
+        self, documents: Sequence[Any], length: int, pad_token_id: int = 0, lengths: Sequence[int] | None = None
     ) -> None:
         if length < 2 or not is_sequence(documents) or (lengths is not None and len(lengths) != len(documents)):
             raise ConfigError(

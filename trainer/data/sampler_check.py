@@ -1,4 +1,4 @@
-"""Find out before a run in which order a user's sampler goes, and whether it does after a resume: try it in forks."""
+"""Find out before a run a user's sampler's order, and whether a resumed run gets the same: try it in forks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
     """Return False if a run that is resumed in its second epoch gets another order than one that was not interrupted.
 
     A sampler may keep state anywhere: what it gives is compared, not what it is made of. The objects of this process
-    stay as they are, since it is done in copies of the process. Of a large sampler the first items are compared.
+    stay unchanged, because forked copies of the process do this. Of a large sampler the first items are compared.
 
     Returns:
         None if it cannot be found out: it takes long, or fails, as it will in the run.
@@ -38,7 +38,7 @@ def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
 
 
 def order_of(sampler: DistributedBatchSampler) -> str | None:
-    """Return a fingerprint of the order of the first epoch, by which two processes can be compared.
+    """Return a fingerprint of the order of the first epoch, for comparing two processes.
 
     Of a large sampler the first items count.
 
@@ -72,7 +72,7 @@ def _order(sampler: DistributedBatchSampler, epoch: int, start: int) -> list[Any
 def _digest(order: list[Any]) -> str:
     text = repr(order)
     if " at 0x" in text:
-        raise ValueError("objects without a text of their own cannot be compared")
+        raise ValueError("objects with an address in their text cannot be compared")
     return hashlib.sha256(text.encode()).hexdigest()
 
 

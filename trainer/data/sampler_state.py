@@ -28,17 +28,16 @@ _LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_mo
 """Packages whose other objects are not looked into then."""
 
 
-def own_generators(*owners: Any, depth: int = _MAX_DEPTH, of_data: bool = False) -> list[OwnGenerator]:
+def own_generators(*owners: Any, of_data: bool = False) -> list[OwnGenerator]:
     """Return the generators in the attributes of samplers or others, and in globals that their methods use.
 
     The default generators of torch, numpy and `random` are left out.
 
     Args:
-        depth: levels of objects in objects that are looked through.
-        of_data: also those of datasets.
+        of_data: also generators of datasets.
     """
     opaque = tuple(kind for kind in _OPAQUE if kind is not Dataset or not of_data)
-    found = walk(dict(enumerate(owners)), depth, _global_generators(), opaque, generator_kinds())
+    found = walk(dict(enumerate(owners)), _MAX_DEPTH, _global_generators(), opaque, generator_kinds())
     return [OwnGenerator(one) for _, one in found]
 
 
@@ -128,7 +127,7 @@ def set_attributes(sampler: Any, values: dict[str, Any], in_place: bool = False)
     """Set attributes that `changed_attributes` returned; names of methods and properties are skipped.
 
     Args:
-        in_place: tensors stay the same objects, which may be those of a module.
+        in_place: tensors stay the same objects, which a module may share.
     """
     before = attributes(sampler)
     for name, value in values.items():

@@ -38,7 +38,7 @@ class SeededDataset(Dataset[Batch]):
     Args:
         dataset: the user's.
         collate: the user's `collate_fn`.
-        isolated: the context to load in; a worker, which has generators of its own, needs none.
+        isolated: the context to load in; a worker, with separate generators, needs none.
         alone: no other process loads a part of the same micro-batches.
         evaluates: the samples of a batch weight values only, and no gradient.
     """
@@ -107,24 +107,24 @@ class SeededDataset(Dataset[Batch]):
         return self.dataset[request.indices]
 
     def _fetch_batch(self, request: SeededIndices) -> Any:
-        fetch = self._fetch_all if hasattr(self.dataset, "__getitems__") else None
         if request.position is None or not self._seeds:
             self._seed(request.seed)
-            return fetch(request.indices) if fetch else [self.dataset[index] for index in request.indices]
+            return self._fetch_all(request.indices)
         samples: list[Any] = []
         for position, index in enumerate(request.indices, request.position):
             self._seed(mix_seed(request.seed, position))
-            fetched = fetch([index]) if fetch else [self.dataset[index]]
+            fetched = self._fetch_all([index])
             if not isinstance(fetched, (list, tuple)):
                 raise ConfigError(
-                    f"seed_per_sample=True loads one sample at a time, and {type(self.dataset).__name__}.__getitems__ "
-                    f"returned a {type(fetched).__name__} for all: return a list of samples, or leave "
-                    "seed_per_sample out."
+                    f"seed_per_sample=True needs a list of samples, and {type(self.dataset).__name__}.__getitems__ "
+                    f"returned a {type(fetched).__name__}: return a list, or leave seed_per_sample out."
                 )
             samples += fetched
         return samples
 
     def _fetch_all(self, indices: Any) -> Any:
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self.dataset[index] for index in indices]
         samples = self.dataset.__getitems__(indices)
         # With a collate_fn of the user's, it may be a batch: a list of tensors.
         if type(samples) is list and self._collate is default_collate and len(samples) != len(indices):
@@ -163,7 +163,7 @@ def _shapes_in_all(fetched: Any, asked: int) -> tuple[set[tuple[int, ...]], int]
     if not isinstance(fetched, (list, tuple)):  # `__getitems__` has made a batch
         return {shape[1:] for shape in _shapes(fetched)}, asked
     present = [{*_shapes(sample)} for sample in fetched if sample is not None]
-    # Where samples differ in length, a row of the length of one may be others that are joined.
+    # If samples differ in length, a row as long as one sample may consist of several.
     return set.intersection(*present) if present else set(), len(present)
 
 

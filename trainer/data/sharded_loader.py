@@ -1,4 +1,4 @@
-"""ShardedDataLoader: a plain torch DataLoader over a map-style dataset, of which each process loads its part."""
+"""ShardedDataLoader: a plain torch DataLoader over a map-style dataset; each process loads its part."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.data.fingerprints import (
     contents_fingerprints,
     describe_function,
     indices_fingerprint,
+    length_of,
     name_of,
     samples_fingerprints,
 )
@@ -36,7 +37,7 @@ def is_plain(loader: Any) -> bool:
 
 class ShardedDataLoader(BatchLoader):
     """The user's DataLoader, made again from its public attributes around a `DistributedBatchSampler` and a
-    `SeededDataset`; the global generators of the process stay as they are.
+    `SeededDataset`; the global generators of the process stay unchanged.
 
     The random numbers in a batch (torch, numpy, random) depend on (seed, epoch, position, rank), not on the process
     that loads it, so a resumed run and any `num_workers` (0 included) load the same. With `seed_per_sample` they do not
@@ -72,7 +73,7 @@ class ShardedDataLoader(BatchLoader):
         self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
         own = sampler.num_global_batches if sampler.pads else sampler.num_local_batches()
-        # Of this process; in training the length may be that of another one.
+        # Of this process; in training the length may be another process's.
         self._promised = own if own is None or self.limit is None else min(own, self.limit)
         self.batch_size = _batch_size(sampler)
         if self.parts > 1:
@@ -194,7 +195,7 @@ class ShardedDataLoader(BatchLoader):
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset
-        length = len(dataset) if hasattr(dataset, "__len__") else None
+        length = length_of(dataset)
         return {
             "loader": "DataLoader, split by the trainer",
             "dataset": type(dataset).__name__ if length is None else f"{type(dataset).__name__}, {length} samples",
@@ -213,7 +214,7 @@ class ShardedDataLoader(BatchLoader):
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return self._begin()
-        # What a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
+        # As a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
 
@@ -233,8 +234,7 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
     size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
     raise ConfigError(
         f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
-        f"{sampler.samples or 0} samples, and with drop_last={sampler.drop_last} a batch needs {size} of them. Check "
-        "where the data come from, or use a smaller batch_size."
+        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data."
     )
 
 
@@ -246,7 +246,7 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
         "its DistributedSampler is replaced: every process gets its part, without repeated samples": (
             type(source) is DistributedSampler
         ),
-        f"its {kind} shards by itself (num_replicas, rank) and is used as it is": sampler.shards_itself,
+        f"its {kind} does its own sharding (num_replicas, rank) and is used unchanged": sampler.shards_itself,
         "its generator is not used: the order comes from the trainer's seed and the epoch": (
             known is not None and getattr(source, "generator", None) is not None
         ),
@@ -259,9 +259,8 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
         "in_order=False is ignored: a run can be resumed only if batches come in order": (
             not getattr(loader, "in_order", True)
         ),
-        f"resume will not be exact: {kind} keeps state that is not found, so that a resumed run gets another order. "
-        "Have set_epoch(epoch) decide the order, or give it state_dict and load_state_dict, or keep its random "
-        "generator and counters in attributes of its own": (
+        f"resume will not be exact: {kind} keeps state that is not found. Have set_epoch(epoch) decide the order, "
+        "define state_dict and load_state_dict, or keep generators and counters in its attributes": (
             sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False
         ),
     }

@@ -18,7 +18,7 @@ from trainer.distributed.devices import has_streams
 def move_to(batch: Any, device: torch.device) -> Any:
     """Return a copy of `batch` with its tensors, and objects with `.to(device)`, on the device, in any nesting.
 
-    A dict, namedtuple, dataclass or the like with a `.to` of its own is moved by that. Everything else stays as it is.
+    A dict, namedtuple, dataclass or the like with its own `.to` is moved by that. Everything else stays unchanged.
     A batch whose tensors are all on the device already comes back with the same tensors.
     """
     return map_leaves(batch, partial(_moved, device=device), moves_itself)
@@ -101,12 +101,12 @@ def _like(original: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
-    """Return the function with which a strategy copies batches to its device; it does the same as `move_to`."""
+    """Return the function that copies a strategy's batches to its device; it does the same as `move_to`."""
     return PrefetchCopy(device) if has_streams(device.type) else partial(move_to, device=device)
 
 
 class PrefetchCopy:
-    """`move_to` for a device with streams, with the copies on a stream of their own.
+    """`move_to` for a device with streams, with the copies on a separate stream.
 
     The host runs ahead of the device by a step or more, so the next batch is copied while the last one is computed; the
     current stream waits for the copies before it uses the batch. A copy from memory that is not pinned blocks the host,

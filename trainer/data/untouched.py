@@ -1,4 +1,4 @@
-"""untouched: read a loader, and leave it as it was."""
+"""untouched: read a loader without changing it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from trainer.model.reachable import attributes
 from trainer.seed import isolated_rng
 
 _LARGE = 2**26
-"""Bytes from which a copy of a loader shares a tensor or an array with the original."""
+"""Bytes of a tensor or array; copies of a loader share larger ones with the original."""
 _DEEPEST = 4
 
 
 @contextmanager
 def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterator[Any]:
-    """Yield a loader with the batches of another one, which stays as it is, or is put back at the end.
+    """Yield a loader with the batches of another one, which stays unchanged, or is put back at the end.
 
-    Yielded is a copy, which shares large tensors and arrays. Where there can be none, as of open files: a DataLoader
-    over the same map-style dataset; or the loader itself, if it can be put back by its `state_dict`.
+    The yielded loader is a copy, which shares large tensors and arrays. If it cannot be copied, as with open files:
+    a DataLoader over the same map-style dataset; or the loader itself, if its `state_dict` can put it back.
 
     Args:
         loader: what `fit` takes as training data.
@@ -64,7 +64,7 @@ def _without_a_copy(loader: Any, is_new: bool, error: Exception, cleanup: ExitSt
         return loader
     raise ConfigError(
         f"a search would use up the data, a {type(loader).__name__} that cannot be copied ({error}): give the search "
-        "data of its own, or a loader with state_dict and load_state_dict, by which it is put back."
+        "separate data, or a loader with state_dict and load_state_dict."
     ) from error
 
 

@@ -27,13 +27,13 @@ from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_th
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 1.0
-_FORK_HANGS = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
+_FORK_HANGS = sys.version_info < (3, 11, 8)
 """A forked process hangs if, during the fork, a thread of the process group held the lock of the interpreter's threads.
 
 https://github.com/python/cpython/issues/112275
 """
 _BEGIN_S = 5.0
-"""Seconds in which a forked worker has to begin, when `_FORK_HANGS`; twice as many in each further try."""
+"""Seconds for a forked worker to begin, when `_FORK_HANGS`; twice as many in each further try."""
 _TRIES = 4
 
 
@@ -54,7 +54,7 @@ class _Start:
         """Make this worker end with the process that started it, and ignore the signals that stop a run."""
         leave_signals_to_parent()
         self._end_with_parent()
-        # torch installs a handler of its own for SIGTERM when its part of the worker begins.
+        # torch installs its own handler for SIGTERM when its part of the worker begins.
         torchs: Any = signal_handling
         torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
 

@@ -15,16 +15,24 @@ from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.left_out import report_left_out, write_the_rest
-from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, renamed, with_dtypes_of
+from trainer.checkpoint.optimizer_state import renamed
 from trainer.checkpoint.process_group import SINGLE_PROCESS
-from trainer.checkpoint.schema import Integer, wrong
+from trainer.checkpoint.schema import Integer
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
-from trainer.loop.training_state import counterpart, entries_of_processes, gather_states, read_entries
+from trainer.loop.training_state import (
+    KINDS,
+    counterpart,
+    entries_of_processes,
+    gather_states,
+    load_optimizer,
+    read_entries,
+    restore_scaler,
+)
 from trainer.module import TrainModule
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import KIND as HOOK_CHANGES
@@ -33,13 +41,9 @@ from trainer.strategy import has_gradients, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-_KINDS: dict[str, Any] = {
-    "model": dict,
-    "optimizers": [OPTIMIZER],
-    "gradients?": [OPTIMIZER],
-    "scaler": dict,
-    "rng": [dict],
-    "loader": [dict],
+_OF_TRAINER = ("model", "optimizers", "gradients?", "scaler", "rng", "loader")
+_OF_PROCESSES = ("seed", "world_size", "reader_of", "reporters")
+_KINDS: dict[str, Any] = {name: KINDS[name] for name in _OF_TRAINER + _OF_PROCESSES} | {
     "engine?": {
         "models": {str: str},
         "optimizers": [str],
@@ -47,13 +51,9 @@ _KINDS: dict[str, Any] = {
         "values": dict,
         "steps": Integer(),
         "changes?": {str: HOOK_CHANGES},
-    },
-    "seed": Integer(),
-    "world_size": Integer(1),
-    "reader_of": [Integer()],
-    "reporters": [Integer()],
+    }
 }
-"""The kinds of the entries that `load` reads; more are allowed."""
+"""The kinds of the entries that `load` reads, a Trainer's and an Engine's own; more are allowed."""
 
 
 def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
@@ -100,13 +100,10 @@ def load(engine: Any, path: str | Path, state: Mapping[str, Any], strict: bool) 
     if parts.optimizers and engine._backwards and engine.loaders.in_training():
         raise ConfigError(
             "engine.load inside a loop over a loader: the weights would go back, and the data would not. Leave the "
-            "loop (break), load, and begin it again: it goes on with the batch after the checkpoint."
+            "loop (break), load, and begin it again: it continues with the batch after the checkpoint."
         )
     where = as_storage_path(path)
-    checkpoint = read_entries(where, True, strategy.shards_state, strategy.processes)
-    problem = wrong(checkpoint, _KINDS, "the checkpoint")
-    if problem is not None:
-        raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
+    checkpoint = read_entries(where, _KINDS, True, strategy.shards_state, strategy.processes)
     rest = parts.restore(checkpoint, strict, str(path), report_left_out(where, engine.is_global_zero))
     if parts.optimizers and "engine" in checkpoint:
         _resume(engine, checkpoint, str(path), parts)
@@ -126,9 +123,7 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramSt
             f"{path} has the positions of {known} training loaders, and this program has set up {training}: call "
             "engine.setup_dataloaders with the same loaders, in the same order, before engine.load."
         )
-    if (scaler := engine._scaler) is not None and checkpoint["scaler"]:
-        with restoring("the loss scale"):
-            scaler.load_state_dict(checkpoint["scaler"])
+    restore_scaler(engine._scaler, checkpoint["scaler"])
     if int(checkpoint["seed"]) != engine.seed and alive:
         log.warning(
             "the checkpoint was written with seed=%s, this Engine has seed=%d: the order of samples changes here. "
@@ -196,7 +191,7 @@ class ProgramState:
         return parts_of(models, {f"optimizer {key}": one.optimizer for key, one in self.optimizers.items()})
 
     def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
-        """Return the beginnings of the models' names in a checkpoint, no one of them that of another's names."""
+        """Return prefixes for the models' names in a checkpoint; no model's names begin with another's prefix."""
         return {key: "" if len(keys) == 1 else _beginning(key, keys) for key in keys}
 
     def tensors(self) -> dict[str, Any]:
@@ -246,19 +241,20 @@ class ProgramState:
         }
         if strict:
             self._require(kinds, saved, left_out, path)
-        for key, model in self.models.items():
-            if key in saved["models"]:
-                self._restore_model(model, checkpoint["model"], saved["models"][key], strict)
-        for key, optimizer in self.optimizers.items():
-            if key in saved["optimizers"]:
-                self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
-        for key, one in self.stateful.items():
-            if key in saved["stateful"]:
-                with restoring(f"the state of {key}"):
-                    one.load_state_dict(saved["stateful"][key])
+        # In the order of the program, which is the same on all processes.
+        known = {kind: [key for key in wanted if key in saved[kind]] for kind, wanted in kinds.items()}
+        for key in known["models"]:
+            with restoring("the weights"):
+                own = _of_model(checkpoint["model"], saved["models"][key])
+                self.models[key]._strategy.load_module_state(own, strict)
+        for key in known["optimizers"]:
+            self._restore_optimizer(self.optimizers[key], checkpoint, saved, saved["optimizers"].index(key))
+        for key in known["stateful"]:
+            with restoring(f"the state of {key}"):
+                self.stateful[key].load_state_dict(saved["stateful"][key])
         values: dict[str, Any] = saved["values"]
         if isinstance(self.state, dict):
-            self.state.update({key: values[key] for key in self.values if key in values})
+            self.state.update({key: values[key] for key in known["values"]})
         return {key: value for key, value in values.items() if key not in self.values}
 
     def _require(
@@ -286,25 +282,19 @@ class ProgramState:
             )
         return {"models": dict.fromkeys(self.models, ""), "optimizers": names, "stateful": {}, "values": {}}
 
-    def _restore_model(self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool) -> None:
-        own = {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        with restoring("the weights"):
-            model._strategy.load_module_state(own, strict)
-
     def _restore_optimizer(
         self, optimizer: EngineOptimizer, checkpoint: Mapping[str, Any], saved: Mapping[str, Any], number: int
     ) -> None:
         key = next((key for key, model in self.models.items() if model is optimizer.model), None)
         prefix = saved["models"].get(key, "")
         strategy = optimizer.model._strategy
-        weights = {_with(name, prefix): one for name, one in checkpoint["model"].items() if name.startswith(prefix)}
+        weights = _of_model(checkpoint["model"], prefix)
         state = renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
+        own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
+        changes = saved.get("changes", {}).get(key)
+        regroup = None if changes is None else partial(optimizer.model._changes.restore_groups, own, changes=changes)
         with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
-            check_shapes(strategy.module, state)
-            if (changes := saved.get("changes", {}).get(key)) is not None:
-                own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
-                optimizer.model._changes.restore_groups(own, state, changes)
-            strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
+            load_optimizer(strategy, optimizer.optimizer, state, weights, regroup)
             optimizer.zero_grad()  # gradients of batches that a load inside the training takes back
             if gradients := checkpoint.get("gradients"):
                 waiting = renamed(gradients[number], partial(_with, prefix=prefix))
@@ -317,6 +307,11 @@ def _beginning(key: str, keys: Iterable[str]) -> str:
     while any(other.startswith(beginning) for other in keys):
         beginning += "."  # no layer has a name that begins with a dot
     return beginning
+
+
+def _of_model(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the weights of one model in a checkpoint, by the strategy's names."""
+    return {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def _with(name: str, prefix: str) -> str:

@@ -53,6 +53,7 @@ from trainer.strategy import (
 log = logging.getLogger("trainer")
 
 ReduceOp = Literal["mean", "avg", "sum", "min", "max"]
+_EXTREMES: dict[str, Callable[..., torch.Tensor]] = {"min": torch.amin, "max": torch.amax}
 
 
 class Engine(Answers):
@@ -69,8 +70,8 @@ class Engine(Answers):
                 engine.backward(loss)
                 optimizer.step()
 
-    With several devices the script is started once for each, at the `with`. The names are those of Lightning's Fabric;
-    docs/engine.md shows what differs.
+    With several devices the script is started once for each, at the `with`. The names are the same as in Lightning's
+    Fabric; docs/engine.md shows what differs.
 
     Args:
         accelerator, devices, num_nodes, strategy, precision, seed, seed_per_sample, deterministic: as in `Trainer`.
@@ -131,8 +132,8 @@ class Engine(Answers):
         self._entered = self._begun = self._unstepped = False
         """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
         self._backwards = self.steps = self._calls = 0
-        """`_calls`: of models and of backward that need all processes, by which a process that goes on without the
-        others is found. Others do not count: an evaluation may have other numbers of batches elsewhere."""
+        """`_calls`: calls of models and of backward that need all processes; they show that a process has continued
+        without the others. Other calls do not count: an evaluation may have different numbers of batches elsewhere."""
         if seed is not None:
             seed_generators(seed)
 
@@ -199,7 +200,7 @@ class Engine(Answers):
 
     def _require_entered(self, call: str) -> None:
         if not self._entered:
-            raise NotRunningError(f"engine.{call} belongs into the block of `with Engine(...) as engine:`.")
+            raise NotRunningError(f"engine.{call} must be called inside `with Engine(...) as engine:`.")
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -253,7 +254,7 @@ class Engine(Answers):
 
         A plain DataLoader is split over the processes. In training each process gets the same number of batches, if
         need be by a batch of repeated samples; see `EngineLoader.samples`. With `training=False` each sample comes
-        exactly once, and processes may have different numbers of batches. Other iterables are used as they are.
+        exactly once, and processes may have different numbers of batches. Other iterables are used unchanged.
 
         Raises:
             ConfigError: a loader cannot be used, or the processes' loaders differ.
@@ -293,10 +294,8 @@ class Engine(Answers):
         chosen = model if model is not None else self._last
         if chosen is None or not tensor.requires_grad:
             raise ConfigError(
-                "engine.backward: give a loss with a gradient, which is not detached (.detach(), .item(), "
-                "torch.no_grad), of a model that engine.setup(model, optimizer) returned: call that one, and "
-                "not the module that was given to setup. For another method than forward: "
-                "model.mark_forward_method('name'), and then model.name(...)."
+                "engine.backward needs a loss with a gradient, computed by a model that engine.setup(model, optimizer) "
+                "returned. For another method than forward, call model.mark_forward_method('name') first."
             )
         strategy = chosen._strategy
         if strategy.scaler is not None:
@@ -382,8 +381,8 @@ class Engine(Answers):
             )
         if self._saved_at and self._saved_at == self.loaders.in_training():
             raise ConfigError(
-                "engine.save was called before this optimizer.step(): a program that loads the checkpoint goes on with "
-                "the next batch, and leaves out this step. Save after the last step of a batch."
+                "engine.save was called before this optimizer.step(): a program that loads the checkpoint would leave "
+                "out this step. Save after the last step of a batch."
             )
         self._saved_at = []
         if strategy.scaler is not None:
@@ -418,7 +417,7 @@ class Engine(Answers):
         return without_cast(self.strategy)(obj)
 
     def init_module(self) -> AbstractContextManager[Any]:
-        """Return a context in which layers are made in the dtype of the precision."""
+        """Return a context that makes layers in the dtype of the precision."""
         return self.config.precision.init_context()
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -482,7 +481,7 @@ class Engine(Answers):
         """Return the tensors in `data` of all processes, joined along their first dimension in rank order. Collective.
 
         The lengths of that dimension may differ. A process without a tensor gives None in its place. On one process
-        `data` is returned unchanged. `sync_grads` and `check` are those of `all_gather`.
+        `data` is returned unchanged. `sync_grads` and `check`: as in `all_gather`.
         """
         self._begin_call("gather_uneven", None, check)
         return gather_uneven(data, self.device, self.strategy.processes, sync_grads)
@@ -490,7 +489,7 @@ class Engine(Answers):
     def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean", check: bool = True) -> Any:
         """Return the tensors and numbers in `data`, each reduced over all processes to a tensor. Collective.
 
-        `check` is that of `all_gather`.
+        `check`: as in `all_gather`.
         """
         if reduce_op not in ("mean", "avg", "sum", "min", "max"):
             raise ConfigError(f"engine.all_reduce(reduce_op={reduce_op!r}): give 'mean', 'sum', 'min' or 'max'.")
@@ -513,9 +512,8 @@ class Engine(Answers):
             leaf = torch.tensor(leaf, device=self.device)
         if not isinstance(leaf, torch.Tensor) or (self.world_size == 1 and leaf.is_floating_point()):
             return leaf
-        if reduce_op in ("min", "max"):
-            gathered = gather_nested(leaf, self.device, None, False)
-            return gathered.amin(0) if reduce_op == "min" else gathered.amax(0)
+        if reduce_op in _EXTREMES:
+            return _EXTREMES[reduce_op](gather_nested(leaf, self.device, None, False), 0)
         total = self.strategy.processes.sum(leaf.detach())
         return total if reduce_op == "sum" else total / self.world_size
 
@@ -555,13 +553,13 @@ class Engine(Answers):
         waiting = [one for one in self._optimizers if one.waits]  # none where the strategy shows no gradients
         if self._unstepped and (not waiting or any(has_gradients(one.optimizer) for one in waiting)):
             raise ConfigError(
-                "engine.save between backward and optimizer.step(): a program that loads this goes on with the next "
-                "batch, and the step would be left out. Save after a step."
+                "engine.save between backward and optimizer.step(): a program that loads this would leave out the "
+                "step. Save after it."
             )
         if self.world_size > 1 and any(one._held for one in self._models):
             raise ConfigError(
-                "engine.save while gradients wait that no_backward_sync has held back, of which each process has "
-                "others: save after the step that uses them, or leave no_backward_sync out."
+                "engine.save while gradients wait in no_backward_sync, different ones on each process: save after the "
+                "step that uses them, or leave no_backward_sync out."
             )
         self.loaders.report_left()
         self.strategy.end_step()  # what an overflow of a dropped batch has found is in no checkpoint
@@ -577,7 +575,7 @@ class Engine(Answers):
 
         Args:
             state: the same names as in `save`; fewer, for the weights alone.
-            strict: False: weights and names that are missing on either side are left as they are.
+            strict: False: weights and names that are missing on either side stay unchanged.
 
         Raises:
             CheckpointError: there is no valid checkpoint, or it does not fit.

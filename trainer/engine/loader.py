@@ -45,7 +45,7 @@ class Loaders:
         self._reported_left = False
 
     def alive(self) -> list[EngineLoader]:
-        """Return the loaders that are still there, in the order in which they were set up."""
+        """Return the loaders that still exist, in the order of their set-up."""
         return [loader for one in self._made if (loader := one()) is not None]
 
     def set_up(self, given: Any, training: bool, split: bool, site: str) -> EngineLoader:
@@ -95,9 +95,8 @@ class Loaders:
                 self.positions.append(position)
                 if read and loader._training:
                     log.warning(
-                        "a loader begins with epoch 0: the positions in the checkpoint are of loaders that other lines "
-                        "have set up. Set it up before engine.load, and not a second time after it; or, after it, at "
-                        "the line that has set it up in the run that saved."
+                        "a loader begins with epoch 0: the checkpoint has positions of loaders that other lines have "
+                        "set up. Set it up before engine.load, once; or after it, at the same line as before."
                     )
             loader._take(position, self.positions.index(position))
 
@@ -118,9 +117,8 @@ class Loaders:
         if left and not self._reported_left and self.engine.is_global_zero:
             self._reported_left = True
             log.warning(
-                "a loader's loop was left after %d batches before, and a program that loads this goes on inside its "
-                "epoch, where a count by enumerate or islice begins again: count with the loader, and leave before "
-                "saving: if loader.batch == %d: break.",
+                "a loader's loop was left after %d batches before. A program that loads this continues inside the "
+                "epoch, where enumerate or islice begin again: count with the loader, if loader.batch == %d: break.",
                 *(left, left),
             )
 
@@ -136,7 +134,7 @@ class Position:
         """The place of the call in the program; the kind of its loaders."""
         self.epoch = self.batch = 0
         self.waits = False
-        """True: the next iterator gives nothing, because its epoch is over while another loader goes on."""
+        """True: the next iterator gives nothing, because its epoch is over while another loader continues."""
         self.resumes = False
         """True: the next iterator continues the epoch of a checkpoint."""
         self._restored: tuple[Mapping[str, Any], bool] | None = None
@@ -144,7 +142,7 @@ class Position:
         self.newest: Callable[[], object] = _nothing
         """A weak reference to the iterator of the epoch in progress."""
         self._first = self._backwards = 0
-        """The batch with which the newest iterator began, and the engine's backwards before it."""
+        """The newest iterator's first batch, and the engine's backwards before it."""
         self._within: list[tuple[int, int]] = []
         """The positions in progress of loaders of training as an evaluation began."""
         self._beside: list[int] = []
@@ -164,7 +162,7 @@ class Position:
 
     @property
     def _is_over(self) -> bool:
-        """Whether another loader continues a round of the program in which this one has ended its epoch.
+        """Whether another loader continues a round of the program after this one has ended its epoch.
 
         The other one has ended fewer epochs, and something was trained since this one has ended: the other comes after
         it, or beside it by `zip_longest`.
@@ -178,7 +176,7 @@ class Position:
         )
 
     def begin(self) -> _Iteration | None:
-        """Begin an epoch, or continue that of a checkpoint; return what its iterator is to hold; None: it is over."""
+        """Begin an epoch, or continue a checkpoint's; return an object for its iterator to hold; None: it is over."""
         if self.waits:
             self.waits = self.resumes = False
             self.end_epoch()
@@ -255,7 +253,7 @@ class _Iteration:
 
 
 class EngineLoader:
-    """A loader that `Engine.setup_dataloaders` returned; other attributes are those of the loader given.
+    """A loader that `Engine.setup_dataloaders` returned; other attributes come from the given loader.
 
     Each `for` is an epoch. A `break` ends the epoch, as with a DataLoader; but for a look at one batch, as by
     `next(iter(loader))`, before anything is trained.
@@ -278,8 +276,8 @@ class EngineLoader:
         self.samples: int | None = None
         """Samples of the latest batch that count; 0 for one that only repeats samples; None: unknown."""
         self.weight = 1.0
-        """Factor for the loss of the latest batch, a mean over its samples, with which the gradients of all processes
-        together are those of one big batch; 1.0 unless the batches of a step differ in size."""
+        """Factor for the loss of the latest batch, a mean over its samples. It makes the processes' gradients together
+        equal one big batch's; 1.0 unless the batches of a step differ in size."""
         strategy = self._engine.strategy
         self._moves = None if keeps_batches(strategy) else without_cast(strategy)
         self._began_with = self._global_micro_batch
@@ -301,8 +299,8 @@ class EngineLoader:
         assert self._position is not None
         if self._position.loader() is not self:
             raise ConfigError(
-                "this loader was set up again by the same line, and the new one goes on in its place: use that one, or "
-                "set up both before the loop."
+                "this loader was set up again by the same line, and the new one continues in its place: use that one, "
+                "or set up both before the loop."
             )
         return self._position
 
@@ -384,7 +382,7 @@ class EngineLoader:
             self._loader.load_state_dict(state["state"])
             if not batch:  # at once, and not as the epoch begins: the loop may change samplers before it
                 self._loader.measure()
-        # A program whose batches grow while it trains begins with the same as before, and goes on within the epoch.
+        # A program whose batches grow while it trains begins with the same size as before, and continues the epoch.
         if before is None or now is None or before == now or state.get("began_with") == self._began_with:
             return batch
         return place_in_epoch(self._loader, batch, before, now)

@@ -42,7 +42,7 @@ class Adapter(TrainModule):
 class EngineModule(nn.Module):
     """A model that `Engine.setup` returned: called like the module itself, with all attributes of the module.
 
-    Its parameters, keys and submodules are those of the module.
+    It shares the module's parameters, keys and submodules.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class EngineModule(nn.Module):
         dtype, casts = strategy.precision.weights, strategy.precision.casts_batch
         plain = keeps_step(strategy) and not casts
         own = vars(self)
-        # Shared, not registered as a child, so that all names stay as they are.
+        # Shared, not registered as a child, so that all names stay the same.
         own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "training": module.training, "_strategy": strategy, "_engine": engine}
         own |= {"_finite": finite, "_changes": changes, "_trains": trains, "_casts": casts, "_plain": plain}
@@ -117,15 +117,14 @@ class EngineModule(nn.Module):
             return strategy.call_step("training_step", *call)
 
     def _to_float(self, leaf: Any) -> Any:
-        """Return an output in 16 bits as float32, in which a loss of it is computed."""
+        """Return an output in 16 bits as float32, so that losses are computed in float32."""
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._low else leaf
 
     def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
         if not self._called and torch.is_grad_enabled() and self._engine._entered:
             raise ConfigError(
-                f"{type(layer).__name__} was called directly, past the strategy, which then does not reduce its "
-                "gradients: call the model that engine.setup returned. For another method than forward: "
-                "model.mark_forward_method('name'), and then model.name(...)."
+                f"{type(layer).__name__} was called directly, so its gradients would not be reduced: call the model "
+                "that engine.setup returned. For another method than forward: model.mark_forward_method('name')."
             )
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
@@ -164,9 +163,8 @@ class EngineModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Self:
         raise ConfigError(
-            "copy.deepcopy of the model that engine.setup returned would copy the engine, too: copy its module, "
-            "copy.deepcopy(model.module); or, where the strategy shards it, make another module and have it "
-            "load_state_dict(engine.full_state_dict(model))."
+            "copy.deepcopy of the model that engine.setup returned would copy the engine, too. Copy model.module; if "
+            "it is sharded, make another module, and give its load_state_dict engine.full_state_dict(model)."
         )
 
     def require_unchanged(self) -> None:
@@ -184,9 +182,8 @@ class EngineModule(nn.Module):
 
     def _changed(self, changes: str) -> ConfigError:
         return ConfigError(
-            f"{changes} since engine.setup, and strategy {self._strategy.name!r} does not know it: change "
-            f"{type(self.module).__name__} before setup; or give an optimizer group a learning rate of 0 instead of "
-            "freezing."
+            f"{changes} since engine.setup, unknown to strategy {self._strategy.name!r}: change "
+            f"{type(self.module).__name__} before setup. Instead of freezing, set the group's learning rate to 0."
         )
 
 
@@ -194,7 +191,7 @@ class EngineOptimizer(Optimizer):
     """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
 
     def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
-        # Not super().__init__: groups and states are those of the optimizer.
+        # Not super().__init__: groups and states belong to the given optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
         self.stepping = False
         self.waits = False

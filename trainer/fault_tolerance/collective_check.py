@@ -82,7 +82,7 @@ class CollectiveCheck:
                 pause = 0.25
 
     def publish_progress(self, store: Store) -> None:
-        """Tell waiting processes how far this one is, and in which collective of torch it waits.
+        """Tell waiting processes how far this one is, and which collective of torch it waits in.
 
         Called regularly by a thread, with its own store. Torch is asked, which takes milliseconds, only while the main
         thread stays in one call.
@@ -115,7 +115,7 @@ class CollectiveCheck:
                 continue
             # This check comes after the progress was read: the process may have come in between.
             if not self._store.check([self._key(rank)]):
-                # Where user code catches the error, the next call of this process is the others' next one, too.
+                # If user code catches the error, the next call of this process is also the others' next one.
                 self._store.delete_key(self._key(self._rank))
                 self._calls -= 1
                 raise ConfigError(f"rank {self._rank} calls {_named(call)}, and rank {rank} {reason}. {SAME_CALLS}")
@@ -151,7 +151,7 @@ def require_same_call(processes: SingleProcess, call: str, data: Any, position: 
     """Wait until all processes make a collective call of the user at the same place, with data of the same shapes.
 
     Args:
-        position: of the loops over loaders in which the process is, in words.
+        position: a text that says which loops over loaders the process is in.
 
     Raises:
         ConfigError: they do not; raised on all processes that make one.

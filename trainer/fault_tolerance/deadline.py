@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def margin(self) -> float:
-        """Seconds before the deadline at which the run is asked to stop, by the measurements so far."""
+        """Seconds before the deadline when the run is asked to stop, by the measurements so far."""
         if self._margin is not None:
             return self._margin
         save = _UNKNOWN_SAVE_S if self._longest_save is None else 1.5 * self._longest_save

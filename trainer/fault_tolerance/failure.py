@@ -123,7 +123,7 @@ def report_dead_process(store: Store, rank: int, world_size: int) -> None:
     claim = f"{rank} {_GONE}, says process {os.getpid()}"
     if store.compare_set(_KEY, "", claim).decode() == claim:
         write_error(
-            f"rank {rank} of {world_size} is gone: it ended without an error of its own. Somebody killed it (the "
+            f"rank {rank} of {world_size} is gone: it ended without reporting an error. Somebody killed it (the "
             "kernel does when memory runs out), it called os._exit or sys.exit, or C code aborted it: gloo does "
             "(EnforceNotMet) when the processes are in different collectives, or give tensors of different sizes.\n"
         )

@@ -1,4 +1,4 @@
-"""Named points at which tests inject faults; they do nothing unless TRAINER_FAULT is set."""
+"""Named points where tests inject faults; they do nothing unless TRAINER_FAULT is set."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Fault:
     point: str
     action: str = "kill"
     count: int = 1
-    """The number of the pass at which the fault is injected, from 1."""
+    """The number of the pass that gets the fault, from 1."""
     rank: int | None = None
-    """The process in which the fault is injected; None: each one that reaches the point."""
+    """The process that gets the fault; None: each one that reaches the point."""
 
     def __str__(self) -> str:
         return f"{self.point}:{self.count}{'' if self.rank is None else f'@{self.rank}'}={self.action}"

@@ -19,8 +19,8 @@ class Position:
     """The position of this process's main thread among the collectives of torch."""
 
     newest: dict[str, int]
-    """Group: the number of the newest collective that this process has begun in it, 0 for none. Without groups of which
-    that is not known."""
+    """Group: the number of the newest collective that this process has begun in it, 0 for none. Groups without a known
+    number are left out."""
     waits_in: tuple[str, int, str] | None
     """The oldest collective that has not ended: its group, its number there, and a description."""
 
@@ -31,7 +31,7 @@ def switch_on() -> None:
 
 
 def waiting_in(folder: Path | None, rank: int) -> str:
-    """Return the collective that this process waits in, in words; empty if nothing is recorded.
+    """Return a description of the collective that this process waits in; empty if nothing is recorded.
 
     All that is recorded goes to `flight-recorder-rank<r>.json` in `folder`.
     """
@@ -54,7 +54,7 @@ def position() -> Position:
 
     def read() -> Position:
         recorded = json.loads(_dump())
-        # The other threads of Python have a pace of their own; those of autograd, which Python does not know, do not.
+        # Python's other threads run at their own pace; autograd's threads, unknown to Python, do not.
         others = {str(thread.ident) for thread in threading.enumerate()} - {str(threading.main_thread().ident)}
         entries = [
             one for one in recorded.get("entries", []) if not one["is_p2p"] and one.get("thread_id") not in others
@@ -69,7 +69,7 @@ def _newest(recorded: dict[str, Any]) -> dict[str, int]:
     """Return the number of the newest collective of each group, 0 for none; without groups whose number is unknown.
 
     The entries name their group, but old ones are overwritten; the status has the numbers of all groups, by their place
-    in the order in which this process made them.
+    in the order of this process.
     """
     import torch.distributed as dist
 

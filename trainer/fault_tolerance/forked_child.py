@@ -11,7 +11,7 @@ from contextlib import suppress
 def end_forked_child(parent: int, error: BaseException | None) -> None:
     """End this process as Python would, unless it is `parent`, the process number of the run.
 
-    A child that leaves a hook by an exception, such as that of `sys.exit`, would go on in the trainer's teardown: it
+    A child that leaves a hook by an exception, such as `SystemExit`, would continue in the trainer's teardown: it
     would end the data workers, take part in collectives, and write checkpoints. `os._exit` skips functions of `atexit`,
     which belong to the parent, too.
     """

@@ -203,7 +203,7 @@ def children_keep_handlers() -> Iterator[None]:
 def end_as_child(number: int, pid: int) -> bool:
     """In a forked child of process `pid`, take the signal's default action; in `pid` itself only return False.
 
-    For a handler of a run that a child still calls, because a library has wrapped it into a handler of its own.
+    For a handler of a run that a child still calls, because a library has wrapped it into another handler.
     """
     if os.getpid() == pid:
         return False

@@ -9,6 +9,8 @@ import threading
 import traceback
 from types import FrameType
 
+_MOST_CALLS = 4
+
 
 def stacks() -> str:
     """Return the stacks of all Python threads except the calling one, the main thread first.
@@ -44,19 +46,19 @@ def innermost_call() -> object:
     return None if frame is None else (id(frame), frame.f_lasti)
 
 
-def users_calls(most: int = 4) -> str:
+def users_calls() -> str:
     """Return the user's calls that led here, the innermost first, without folders, which differ between machines."""
     calls = []
     for frame in _walk(sys._getframe(1)):
         if not _is_of_this_package(frame) and frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
             calls.append(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
-        if calls and (_is_of_this_package(frame) or len(calls) == most or frame.f_code.co_name == "<module>"):
+        if calls and (_is_of_this_package(frame) or len(calls) == _MOST_CALLS or frame.f_code.co_name == "<module>"):
             break  # what starts a program differs between the processes
     return ", called from ".join(calls)
 
 
 def raised_in(error: BaseException) -> str:
-    """Return the same of the calls in which `error` was raised."""
+    """Return the same description of the calls that raised `error`."""
     return _innermost(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 

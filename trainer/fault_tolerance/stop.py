@@ -36,18 +36,18 @@ _STUCK_TIMEOUT_S = 5.0
 def exit_code(reason: str | None) -> int:
     """Return the exit code of a process that stopped for this reason; 0 for a run that is complete.
 
-    130 for SIGINT, 143 for SIGTERM. 75 for SIGUSR1, with which a cluster warns that the time is running out, and for a
+    130 for SIGINT, 143 for SIGTERM. 75 for SIGUSR1, a cluster's warning that the time is running out, and for a
     deadline: start the same command again to continue.
     """
     return _EXIT_CODES.get(reason or "", 0)
 
 
 class StopCoordinator:
-    """Agree on a common boundary at which all processes stop, at no cost until one of them asks for it.
+    """Agree on a common boundary for all processes to stop at, at no cost until one of them asks for it.
 
     Every process passes the same boundaries in the same order: it calls `check` any number of times per step,
     wherever the run can be left. A thread polls the store four times a second. When it sees a request, it publishes the
-    first boundary at which this process can still stop (the current one or the next), and the main thread does not go
+    first boundary where this process can still stop (the current one or the next), and the main thread does not go
     past that boundary before all processes have published theirs. All stop at the latest of them. The thread publishes
     even while the main thread waits in a collective, so there is no deadlock.
 
@@ -112,7 +112,7 @@ class StopCoordinator:
             if signal.SIGTERM in self._handlers:
                 self._sigterm_watch.start()
         if self.store is not None and self._thread is None:
-            # A connection of its own: a client serves one caller at a time. (torch's stubs do not know `clone`.)
+            # A separate connection: a client serves one caller at a time. (torch's stubs do not know `clone`.)
             store: Any = self.store
             self._thread = threading.Thread(
                 target=self._listen, args=(store.clone(), list(polls)), name="stop-coordinator", daemon=True
@@ -249,7 +249,7 @@ class StopCoordinator:
                     poll(store)
                 self._pause()
         except Exception as error:
-            # A lost store matters only to processes that need it: a run without a request goes on.
+            # A lost store matters only to processes that need it: a run without a request continues.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

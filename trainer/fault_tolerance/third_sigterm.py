@@ -14,7 +14,7 @@ from trainer.fault_tolerance.signals import in_main_thread, install_wakeup_fd, r
 SIGTERMS = 3
 """The number of SIGTERMs that end a process at once; the first one asks it to stop after the step."""
 DUMP_SIGNAL: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else 0
-"""The signal at which C code prints the stacks of a process, for a launcher that is about to kill it; 0 on a system
+"""The signal that makes C code print the stacks of a process, for a launcher that is about to kill it; 0 on a system
 without such signals."""
 _SAME_S = 0.1
 """Seconds within which several SIGTERMs count as one, because launcher and cluster may both pass it on."""

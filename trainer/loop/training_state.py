@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.callback import Checkpoint
@@ -226,9 +228,18 @@ SHARDED_KEYS = ("model", "average", "optimizers", "gradients")
 # -- reading, in running order -----------------------------------------------------------------------------------------
 
 
-def read_entries(path: str | StoragePath, verify: bool, sharded: bool, peers: ProcessGroup) -> dict[str, Any]:
-    """Read a checkpoint; see `load_training_state`."""
-    return open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
+def read_entries(
+    path: str | StoragePath, kinds: Mapping[str, Any], verify: bool, sharded: bool, peers: ProcessGroup
+) -> dict[str, Any]:
+    """Read the checkpoint of a Trainer or an Engine, and check its entries; see `load_training_state`."""
+    checkpoint = open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
+    problem = wrong(checkpoint, kinds, "the checkpoint") or _wrong_length(checkpoint)
+    if problem is not None:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of a training, or is one of another version of this package: {problem}. "
+            "For the weights alone: load_from_checkpoint, or trainer checkpoint export."
+        )
+    return checkpoint
 
 
 def load_training_state(
@@ -245,13 +256,7 @@ def load_training_state(
     Raises:
         CheckpointError: the checkpoint cannot be read, or an entry is missing or of another type.
     """
-    checkpoint = read_entries(path, verify, sharded, peers)
-    problem = wrong(checkpoint, KINDS, "the checkpoint") or _wrong_length(checkpoint)
-    if problem is not None:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of a training, or is one of another version of this package: {problem}. "
-            "For the weights alone: load_from_checkpoint, or trainer checkpoint export."
-        )
+    checkpoint = read_entries(path, KINDS, verify, sharded, peers)
     for rank, (rng, of_epoch) in enumerate(zip(checkpoint["rng"], checkpoint["epoch_rng"], strict=True)):
         check_rng_state(rng, f"{path}, 'rng' of rank {rank}")
         for state in filter(None, (of_epoch["loaders"], of_epoch["hook"])):
@@ -332,19 +337,41 @@ def _restore_optimizers(run: Run, checkpoint: Mapping[str, Any], changes: Mappin
     for number, (optimizer, state) in enumerate(zip(run.optimizers, checkpoint["optimizers"], strict=True)):
         with restoring(f"the state of {type(optimizer).__name__}"):
             state = checkpoint["optimizers"][number] = with_names(run.module, optimizer, state)
-            check_shapes(run.module, state)
-            if regroups:
-                run.hook_changes.restore_groups(number, state, changes)
-            strategy.load_optimizer_state(optimizer, with_dtypes_of(state, checkpoint["model"]))
+            regroup = partial(run.hook_changes.restore_groups, number, changes=changes) if regroups else None
+            load_optimizer(strategy, optimizer, state, checkpoint["model"], regroup)
     with restoring("the gradients that wait"):
         restore_gradients(run, checkpoint.get("gradients", ()))
     for config, state in zip(run.scheduler_configs, checkpoint["schedulers"], strict=True):
         _restore_scheduler(config.scheduler, state)
     run.optimizer_averages.train()
-    if strategy.scaler is not None and checkpoint["scaler"]:
-        _require_alike(checkpoint["scaler"], strategy.scaler.state_dict(), "the loss scale")
+    restore_scaler(strategy.scaler, checkpoint["scaler"])
+
+
+def load_optimizer(
+    strategy: Strategy,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    weights: Mapping[str, Any],
+    regroup: Callable[[dict[str, Any]], None] | None,
+) -> None:
+    """Load a saved state into an optimizer. Collective.
+
+    Args:
+        weights: the weights of the same checkpoint.
+        regroup: first restores the groups that hooks have changed; None: the checkpoint does not have them.
+    """
+    check_shapes(strategy.module, state)
+    if regroup is not None:
+        regroup(state)
+    strategy.load_optimizer_state(optimizer, with_dtypes_of(state, weights))
+
+
+def restore_scaler(scaler: Any, saved: dict[str, Any]) -> None:
+    """Restore the loss scale, if both the checkpoint and this run have one."""
+    if scaler is not None and saved:
+        _require_alike(saved, scaler.state_dict(), "the loss scale")
         with restoring("the loss scale"):
-            strategy.scaler.load_state_dict(checkpoint["scaler"])
+            scaler.load_state_dict(saved)
 
 
 def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -612,7 +639,7 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
 
 def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
-    for name in PER_PROCESS:
+    for name in filter(checkpoint.__contains__, PER_PROCESS):
         if len(checkpoint[name]) != size:
             return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
     reader_of, reporters = checkpoint["reader_of"], checkpoint["reporters"]

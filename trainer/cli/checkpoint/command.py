@@ -47,11 +47,9 @@ EXAMPLES = {
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FILE_HELP = "a .ckpt file of Lightning's"
 PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs, at any depth"
-
-
-def _path_help(name: str) -> str:
-    which = "all of them" if name in ("ls", "verify") else "the one that has written last"
-    return FILE_HELP if name == "import" else f"{PATH_HELP} ({which})"
+ALL_OF_THEM, LAST_ONE = f"{PATH_HELP} (all of them)", f"{PATH_HELP} (the one that has written last)"
+PATHS = {"ls": ALL_OF_THEM, "show": LAST_ONE, "verify": ALL_OF_THEM, "export": LAST_ONE, "import": FILE_HELP}
+"""The help of the argument PATH of each subcommand."""
 
 
 @reports_errors
@@ -82,9 +80,8 @@ def _parser() -> CommandParser:
             description=summary[0].upper() + summary[1:] + ".",
             epilog=f"examples:\n{EXAMPLES[name]}",
         )
-        of[name].add_argument("path", metavar="PATH", help=_path_help(name))
-    for name in ("show", "verify", "export"):
-        default = "all of them" if name == "verify" else "last"
+        of[name].add_argument("path", metavar="PATH", help=PATHS[name])
+    for name, default in {"show": "last", "verify": "all of them", "export": "last"}.items():
         of[name].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
     for name in ("ls", "show"):
         of[name].add_argument("--json", action="store_true", help="print JSON")

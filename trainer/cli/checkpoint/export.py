@@ -77,12 +77,9 @@ def _check_place(out: Path, force: bool, mark: str | None) -> None:
     """
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    if mark is None and out.is_dir():
-        raise ConfigError(f"{out} is a folder: give the name of a file, or --max-shard-size 5GB and a new folder.")
-    if out.exists() and not force:
-        raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
-    if mark is not None and out.exists() and not (out / mark).is_file():
-        raise ConfigError(f"{out} exists and has no {mark}, so --force does not replace it: give another name.")
+    is_export = (out / (mark or "")).is_file()
+    if out.exists() and not (force and is_export):
+        raise ConfigError(f"{out} exists: give another name. --force replaces the file, or the folder, of an export.")
 
 
 def _export_adapters(options: argparse.Namespace, out: Path) -> int:
@@ -139,7 +136,7 @@ def _adapters(state: Mapping[str, Any], prefix: str | None) -> dict[str, Any]:
 
 
 def _chosen(option: str, models: Mapping[str, Any], prefix: str | None) -> str:
-    """Return the prefix of the model to write: the given one, or that of the only one."""
+    """Return the prefix of the model to write: the given one, or the only model's."""
     if prefix not in models and (prefix is not None or len(models) > 1):
         raise ConfigError(f"{option}: give --prefix and one of: {', '.join(models)}.")
     return next(iter(models)) if prefix is None else prefix
@@ -152,7 +149,7 @@ def _converted(weights: Mapping[str, StoredTensor], dtype: str | None) -> dict[s
 
 
 def _held(state: Mapping[str, Any], ema: bool) -> dict[str, Any]:
-    """Return the weights to export: those of evaluations; with `ema` their average in place of those that have one.
+    """Return the weights to export: the weights of evaluations; with `ema` the averages where there are some.
 
     Raises:
         ConfigError: the checkpoint has no average.
@@ -163,8 +160,8 @@ def _held(state: Mapping[str, Any], ema: bool) -> dict[str, Any]:
     require(weights, {str: object}, "'model'")
     if not isinstance(average, dict):
         raise ConfigError(
-            "--ema: the checkpoint has no average of the weights: it was written without EMAWeightAveraging or the "
-            "like, or before the first update. Leave --ema out for the weights themselves."
+            "--ema: the checkpoint has no average of the weights, as EMAWeightAveraging keeps one from the first "
+            "update on. Leave --ema out for the weights themselves."
         )
     return {**weights, **average}
 
@@ -200,9 +197,8 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
     """
     if "base" in state:
         raise ConfigError(
-            "--hf writes full models, and the checkpoint holds trained weights alone (trainable_only=True): --peft "
-            "writes adapters. For a full model build the module with load_from_checkpoint, and call merge_and_unload() "
-            "of its PEFT model and then save_pretrained."
+            "--hf: the checkpoint holds trained weights alone (trainable_only=True); --peft writes adapters. "
+            "For a full model: load_from_checkpoint, then merge_and_unload() and save_pretrained of its PEFT model."
         )
     models = state.get("hugging_face", {})
     kind = {"config": {str: object}, "generation_config": ({str: object}, None), "tied": bool}
@@ -217,7 +213,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
 
 
 def _configs(model: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of the files next to the weights of a Hugging Face model, those of its tokenizer included."""
+    """Return the contents of the files next to the weights of a Hugging Face model, its tokenizer's included."""
     texts = state.get("processing", {})
     require(texts, {str: str}, "'processing'")
     if wrong := [name for name in texts if not is_processing_file(name)]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory, versions
-from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
-from trainer.checkpoint.manifest import DATA_FILE, Manifest, checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.directory import CHECKPOINTS, POINTERS, CheckpointDirectory, step_of, versions
+from trainer.checkpoint.disk import MANIFEST_FILE
+from trainer.checkpoint.manifest import DATA_FILE, checkpoints_in, find_damage, is_committed, manifest_or_damage
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.cli.runs.find import by_numbers, run_directories
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
@@ -29,12 +29,6 @@ class CheckpointSummary:
     damage: list[str]
     """Problems that were found."""
 
-    @property
-    def step(self) -> float:
-        """The step for sorting; -1 when it is not known."""
-        step = self.info.get("step")
-        return step if isinstance(step, (int, float)) else -1
-
 
 def checkpoint_folders(path: str) -> list[StoragePath]:
     """Return the folders of checkpoints at a path: of one run, or of all runs below it, at any depth, in their order.
@@ -45,9 +39,6 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
         CheckpointError: the path does not exist or holds no checkpoint.
     """
     given = as_storage_path(path)
-    with reading(given):
-        if not given.exists():
-            raise CheckpointError(f"there is no checkpoint or folder {path!r}{_suggestion(given)}")
     if checkpoints_in(given) or _half_written(given):
         return [given]
     with reading(given):
@@ -55,7 +46,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
         folders = [run / CHECKPOINTS for run in dict.fromkeys([*runs, given]) if (run / CHECKPOINTS).is_dir()]
     if not folders:
         raise CheckpointError(
-            f"{path} is not a checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
+            f"there is no checkpoint {path}, and none in it. Give a checkpoint, a run directory (with a folder "
             f"{CHECKPOINTS!r}), or a folder of runs, such as their default_root_dir."
         )
     return folders
@@ -71,22 +62,12 @@ def newest_of(folders: list[StoragePath]) -> StoragePath:
 
 
 def _time_of(checkpoint: StoragePath) -> float:
-    """Return the time at which a checkpoint's state was captured, or else written; -1: it is not known."""
-    manifest = _manifest_of(checkpoint)
-    captured = None if manifest is None else manifest.info.get("captured")
+    """Return the time of a checkpoint's capture, or else of its write; -1: unknown."""
+    manifest = manifest_or_damage(checkpoint)
+    captured = None if isinstance(manifest, CheckpointError) else manifest.info.get("captured")
     if type(captured) is int and 0 <= captured < 2**63:
         return captured / 1e9
     return written_at(checkpoint) or -1.0
-
-
-def _manifest_of(checkpoint: StoragePath) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if it is damaged. Raises ReadError if the storage does not answer."""
-    try:
-        return read_manifest(checkpoint)
-    except ReadError:
-        raise
-    except CheckpointError:
-        return None
 
 
 def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
@@ -96,17 +77,15 @@ def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
         contents: compare checksums of the files, too, and not only their sizes.
     """
     pointed: dict[str, StoragePath | None] = {name: CheckpointDirectory(folder).pointer(name) for name in POINTERS}
-    found = []
-    for path in (*checkpoints_in(folder), *_half_written(folder)):
-        names = [name for name, target in pointed.items() if target == path]
-        found.append(summarize(path, names, contents))
-    return sorted(found, key=lambda one: (one.step, one.path.name))
+    paths = (*checkpoints_in(folder), *_half_written(folder))
+    found = [summarize(path, [name for name in pointed if pointed[name] == path], contents) for path in paths]
+    return sorted(found, key=lambda one: (step_of(one.info), one.path.name))
 
 
 def summarize(path: StoragePath, pointers: list[str], contents: bool) -> CheckpointSummary:
     """Describe one checkpoint, which may be damaged."""
-    damage, manifest = find_damage(path, contents), _manifest_of(path)
-    if manifest is None:
+    damage, manifest = find_damage(path, contents), manifest_or_damage(path)
+    if isinstance(manifest, CheckpointError):
         return CheckpointSummary(path, {}, 0, None, pointers, damage)
     size = sum(entry.bytes for entry in manifest.files.values())
     return CheckpointSummary(path, manifest.info, size, written_at(path), pointers, damage)
@@ -141,7 +120,7 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     names = [one.name for one in checkpoints_in(folder)]
     target: StoragePath | None = folder / str(wanted) if wanted in names else None
     if wanted in (None, *POINTERS):
-        of_pointers = (store.pointer(name) for name in dict.fromkeys((wanted or "last", "last")))
+        of_pointers = [store.pointer(name) for name in dict.fromkeys((wanted or "last", "last"))]
         target = next((one for one in of_pointers if one is not None), None) or next(reversed(store.list()), None)
     if target is None:
         guess = did_you_mean(str(wanted), [*names, *POINTERS])
@@ -158,7 +137,7 @@ def leftover_names(folder: StoragePath) -> list[str]:
 
 
 def written_at(path: StoragePath) -> float | None:
-    """Return the time at which a checkpoint was committed, in seconds since 1970; None if there is no manifest."""
+    """Return the time of a checkpoint's commit, in seconds since 1970; None without a manifest."""
     try:
         return storage_of(path).modified(path / MANIFEST_FILE)
     except OSError:
@@ -173,9 +152,3 @@ def _half_written(folder: StoragePath) -> list[StoragePath]:
         return [
             path for path in folders if any(one.name.endswith((".safetensors", DATA_FILE)) for one in path.iterdir())
         ]
-
-
-def _suggestion(given: StoragePath) -> str:
-    parent = given.parent
-    names = [path.name for path in parent.iterdir() if not path.name.startswith(".")] if parent.is_dir() else []
-    return f".{did_you_mean(given.name, names)}"

@@ -1,7 +1,7 @@
 """`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
 The file is a pickle. It is read by torch's restricted unpickler, which makes tensors, plain data, paths and numpy's
-numbers and calls nothing else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
+numbers and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ OF_THE_FILE = (
 
 
 def import_lightning(options: argparse.Namespace) -> int:
-    """Import a file in a process of its own; return the exit code.
+    """Import a file in a separate process; return the exit code.
 
     Raises:
-        CheckpointError: there is no such file, it is no checkpoint of Lightning, or would run code.
+        CheckpointError: there is no such file, it is not a checkpoint of Lightning, or would run code.
     """
     if not Path(options.path).is_file():
         raise CheckpointError(f"{options.path} is not a file: give a .ckpt file that Lightning has written.")
     here = str(Path(trainer.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    words = [
-        *(["--force"] if options.force else []),
-        *(["--optimizer", options.optimizer] if options.optimizer else []),
-    ]
+    words = [options.path, options.out, str(int(options.force)), options.optimizer or ""]
     child = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", options.path, options.out, *words],
+        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", *words],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -105,8 +102,9 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         f"{progress['epoch']}, step {progress['step']}",
         f"for Module.load_from_checkpoint({out!r})",
         continues,
+        f"not taken: {', '.join(no_data) or 'nothing'}",
     ]
-    return "\n".join([*lines, *([f"not taken: {', '.join(no_data)}"] if no_data else [])])
+    return "\n".join(lines)
 
 
 def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
@@ -139,14 +137,8 @@ def _check(read: Mapping[str, Any]) -> None:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
     require(weights, {str: object}, "its 'state_dict'")
     for name, value in weights.items():
-        if not isinstance(value, torch.Tensor):
-            if not name.endswith("_extra_state"):
-                raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
-        elif value.layout is not torch.strided:
-            raise CheckpointError(
-                f"the weight {name!r} in 'state_dict' is a tensor of {value.layout}, which no checkpoint here holds: "
-                "store value.to_dense()."
-            )
+        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
     for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
         values = read.get(key) or {}
         require({**values} if isinstance(values, Mapping) else values, {str: object}, f"its {key!r}")
@@ -165,7 +157,7 @@ def _read(file: str) -> Mapping[str, Any]:
             read = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise CheckpointError(f"to read it would run code ({_cause(str(error))}). {INSTEAD}") from None
-    except Exception as error:  # of any kind, from a file that is no pickle
+    except Exception as error:  # of any kind, from a file that is not a pickle
         raise CheckpointError(f"it is damaged, or not a file of torch.save ({_cause(str(error))}).") from None
     if not isinstance(read, dict):
         raise CheckpointError(f"it contains a {type(read).__name__}, where files of Lightning have a dict.")
@@ -173,7 +165,7 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _harmless() -> list[Any]:
-    """Return the classes besides torch's that may be made from a file: those of paths, and of numpy's numbers.
+    """Return the classes besides torch's that may be made from a file: classes of paths, and of numpy's numbers.
 
     They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
     versions call differently, and becomes one of this machine.
@@ -198,7 +190,7 @@ def _cause(message: str) -> str:
 
 if __name__ == "__main__":
     try:
-        named = sys.argv[sys.argv.index("--optimizer") + 1] if "--optimizer" in sys.argv[3:] else None
-        print(convert(sys.argv[1], sys.argv[2], "--force" in sys.argv[3:], named))
+        read_from, write_to, forced, named = sys.argv[1:]
+        print(convert(read_from, write_to, forced == "1", named or None))
     except CheckpointError as error:
         sys.exit(" ".join(str(error).split()))

@@ -23,7 +23,7 @@ class NotMappedError(Exception):
 
 
 def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint with which `fit(ckpt_path=)` goes on: all but weights and hyperparameters.
+    """Return the entries that `fit(ckpt_path=)` needs to continue: all but weights and hyperparameters.
 
     The metrics and random numbers of the file's training are not taken: Lightning does not store them.
 
@@ -44,7 +44,7 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
 def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     states = read.get("optimizer_states")
     if not isinstance(states, list) or len(states) != 1:
-        raise NotMappedError(f"it has {len(states) if isinstance(states, list) else 'no'} optimizers, and not one")
+        raise NotMappedError("it does not have the state of exactly one optimizer")
     schedulers = read.get("lr_schedulers", [])
     optimizer = _optimizer(states[0], kind)
     try:
