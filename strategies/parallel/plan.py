@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,7 +30,6 @@ from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
 from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.parallel.one_reader import differences_among
 from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
@@ -78,11 +76,11 @@ Sequence parallelism, which splits the activations between the layers along the 
 
 
 class SharedByHeads(ParallelStyle):
-    """Replicate a layer whose outputs all heads read: their gradients, of each process's heads, are added up.
+    """Replicate a layer whose outputs are read by the heads of all processes: the gradients of the outputs are added.
 
     Args:
-        features: the number of last features that heads read; None: all. Others go through a layer that is split, whose
-            gradient is complete.
+        features: the number of last features that heads read; None: all. The first ones go through a split layer, which
+            returns their full gradient.
     """
 
     def __init__(self, features: int | None = None) -> None:
@@ -92,24 +90,11 @@ class SharedByHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        unknown = [True]
-
-        def refuse_full(gradient: torch.Tensor) -> None:
-            if unknown and bool(gradient.any()) and torch.isfinite(gradient).all():
-                if float(differences_among([gradient], group)) == 0:
-                    raise ConfigError(
-                        f"tensor_parallel={dist.get_world_size(group)}: 'shared_by_heads' adds up the gradients of a "
-                        f"layer of {gradient.shape[-1]} outputs that are the same on all processes, so no split heads "
-                        "read them: leave the layer out of the tensor_parallel_plan."
-                    )
-                unknown.clear()
-
         def add_up(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            read = output if self.features is None else output[..., -self.features :]
-            read = add_up_gradients(read, group)
-            if unknown and read.requires_grad:
-                read.register_hook(refuse_full)
-            return read if self.features is None else torch.cat([output[..., : -self.features], read], -1)
+            if self.features is None:
+                return add_up_gradients(output, group)
+            first, read = output.tensor_split([-self.features], -1)
+            return torch.cat([first, add_up_gradients(read, group)], -1)
 
         module.register_forward_hook(add_up)
         return module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,38 +61,49 @@ class PlanCheck:
         """The hooks of each layer without those that split it."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
-        """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
+        """Compare blocks in their first forward, and modules around pairs of split layers outside of the blocks.
+
+        Modules with layers in styles that are not in `STYLES` are not compared.
 
         Args:
             blocks: all blocks by name.
-            here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
+            here: the blocks of this process.
+
+        Raises:
+            ConfigError: no split heads read the outputs of a layer in the style "shared_by_heads".
         """
-        for name, block in {**here, **self._around_pairs(blocks)}.items():
+        inside = tuple(f"{name}." for name in blocks)
+        outside = {
+            layer: self._module_of_pair(layer, blocks)
+            for layer, style in self._styles.items()
+            if not layer.startswith(inside) and _has_readers_of_parts(style)
+        }
+        alone = [layer for layer, around in outside.items() if not around]
+        if unread := [layer for layer in alone if isinstance(self._styles[layer], SharedByHeads)]:
+            raise ConfigError(
+                f"tensor_parallel_plan: no split heads read {first_of(unread)}, whose gradients 'shared_by_heads' adds "
+                "up over the processes. Leave it out of the plan, or put it into one module with the split layers."
+            )
+        if alone:
+            log.warning(
+                "tensor_parallel: nothing compares what is computed between %s and the next layer with full layers. "
+                "Put the two layers into a separate module, or compare the first losses with losses of one process",
+                first_of(alone),
+            )
+        around_pairs = {name: self._module.get_submodule(name) for name in outside.values() if name}
+        for name, block in {**here, **around_pairs}.items():
             own = [layer for layer in self._styles if layer.startswith(f"{name}.")]
             split = {_splits_sequences(self._styles[layer]) for layer in own}
             if own and name not in self._styles and None not in split:
                 block.register_forward_pre_hook(partial(self._verify, name, own, True in split), with_kwargs=True)
 
-    def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Return the modules that compute with split features outside of the blocks; warn where there is none."""
-        inside, found, alone = tuple(f"{name}." for name in blocks), dict[str, nn.Module](), []
-        ends = [layer for layer, style in self._styles.items() if isinstance(style, RowwiseParallel)]
-        for layer in (one for one in self._styles if not one.startswith(inside) and _returns_part(self._styles[one])):
-            parts = layer.split(".")
-            around = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            pairs = [one for one in around if any(end.startswith(f"{one}.") for end in ends)]
-            if pairs and not any(name.startswith(f"{pairs[0]}.") for name in blocks):
-                found[pairs[0]] = self._module.get_submodule(pairs[0])
-            else:
-                alone.append(layer)
-        if alone:
-            log.warning(
-                "tensor_parallel: what is computed between %s and the next layer is in no module without others, so "
-                "that nothing compares it with full layers: put the two into a module, or compare the first losses "
-                "with those of one process",
-                first_of(alone),
-            )
-        return found
+    def _module_of_pair(self, layer: str, blocks: Iterable[str]) -> str:
+        """Return the innermost module with a layer and the end of a pair, if it has no blocks; otherwise ""."""
+        ends = [name for name, style in self._styles.items() if isinstance(style, RowwiseParallel)]
+        name = layer.rpartition(".")[0]
+        while name and not any(end.startswith(f"{name}.") for end in ends):
+            name = name.rpartition(".")[0]
+        return "" if any(block.startswith(f"{name}.") for block in blocks) else name
 
     def _verify(
         self, name: str, names: list[str], split: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,12 +138,11 @@ class PlanCheck:
             raise ConfigError(
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
                 f"({class_of(block).__name__}) does not compute the same: {difference}. Between a 'colwise' and a "
-                "'rowwise' layer each process has some of the features or heads, and what is computed there cannot "
-                "depend on the others: give both of a pair, and view heads as -1; a weight with several parts (a "
-                "fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over these "
-                "features, and numbers that go by the count of heads, need layers that are not split. Where a style "
-                "splits sequences, positions and lengths of the block's own are those of a part. Keep with "
-                f"detach() what is only logged. Of a gradient: {HOW_GRADIENTS}"
+                "'rowwise' layer each process has some of the features or heads: give both of a pair, view heads as "
+                "-1, group a weight with several parts (a fused qkv, gate and up) by heads, and split no layers "
+                "around norms, softmax and means over features, numbers that go by the count of heads, or, with styles "
+                "that split sequences, positions; keep with detach() what is only logged. "
+                f"For gradients: {HOW_GRADIENTS}"
             )
 
     def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -150,9 +160,11 @@ def _hooks_of(layer: nn.Module) -> Hooks:
     return [(table, dict(table)) for table in (layer._forward_pre_hooks, layer._forward_hooks)]
 
 
-def _returns_part(style: ParallelStyle) -> bool:
-    """Whether a style's layer hands plain tensors to the next one that are parts of features."""
-    return isinstance(style, ColwiseParallel) and style.use_local_output and style.output_layouts == (Shard(-1),)
+def _has_readers_of_parts(style: ParallelStyle) -> bool:
+    """Return whether what reads a layer's output, a plain tensor, computes with a part of the features or heads."""
+    if isinstance(style, ColwiseParallel):
+        return style.use_local_output and style.output_layouts == (Shard(-1),)
+    return isinstance(style, SharedByHeads)
 
 
 def _splits_sequences(style: ParallelStyle) -> bool | None:

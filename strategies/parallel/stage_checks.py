@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
@@ -19,12 +18,9 @@ from trainer.model.reachable import (
     nodes_behind,
     objects_behind,
     same_content,
-    tensors_in,
 )
-from trainer.strategies.parallel.one_reader import Marks, marks_of
-from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, tensors_left
-
-ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
+from trainer.strategies.parallel.one_reader import Marks, is_power_of_two, marks_of
+from trainer.strategies.parallel.verify import LEFT, FailedError, Inputs, Verification, results_of, run_once
 
 
 class StageChecks:
@@ -72,8 +68,8 @@ class StageChecks:
     def _refuse_gradient(self, gradient: torch.Tensor) -> None:
         raise ConfigError(
             f"pipeline_parallel: in this step stage {self._stage} computes from the output of a block of an earlier "
-            "stage, which it does not have: between stages only the blocks' first argument travels. Compute what comes "
-            "after the blocks from the last one's output; or use another strategy."
+            "stage, but between stages only the blocks' first argument travels. Compute what comes after the blocks "
+            "from the output of the last one, or use another strategy."
         )
 
     def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,24 +80,26 @@ class StageChecks:
         """
         if not self.verification.is_due(name, block, args, kwargs):
             return
-        inputs: Inputs = without_caches(args), without_caches(kwargs)
-        with rehearsal(block, inputs, in_float32=False):
-            own = map_leaves(inputs, _as_input)
-            shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
+        written: list[str] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            shared = [*self._shared, *filter(is_container, objects_behind((args, kwargs), set()))]
             before = [*map(content, shared)]
-            try:
-                output = block.forward(*own[0], **own[1])
-            except (RuntimeError, TypeError, ValueError):
-                return  # the forward itself raises it, or it cannot compute with gradients
-            left = tensors_left(block, own, tensors_in((own, output)))
-            written = [one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then)]
-        found = [f"a tensor with a gradient in {place}" for place in left]
-        found += [f"a {type(one).__name__} that others read, too" for one in written]
-        if found:
-            raise ConfigError(
-                f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {found[0]}, and only what "
-                f"a block returns goes on to other processes. Keep with detach() what is only logged. {ADVICE}"
-            )
+            output = block.forward(*args, **kwargs)
+            changed = (one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then))
+            written.extend(f"a {type(one).__name__} that others read, too" for one in changed)
+            return output
+
+        inputs: Inputs = without_caches(args), without_caches(kwargs)
+        with suppress(FailedError):  # the block itself raises it, or it cannot compute with gradients
+            found, _ = run_once(block, inputs, lambda inputs: results_of(block, inputs, forward), in_float32=False)
+            left = [f"a tensor with a gradient in {key.removeprefix(LEFT)}" for key in found if key.startswith(LEFT)]
+            if left + written:
+                raise ConfigError(
+                    f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {(left + written)[0]}, and other "
+                    "processes get only what a block returns. Return it, or compute it outside of the blocks; keep "
+                    "with detach() what is only logged."
+                )
 
     def check_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         """Raise ConfigError if what a block returns is not a tensor, or not finite in the first forward."""
@@ -109,8 +107,8 @@ class StageChecks:
             return
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and "
-                "what a stage sends is one tensor: have the block return it, or use another strategy."
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and what a "
+                "stage sends is one tensor. Return a tensor, or use another strategy."
             )
         if not torch.isfinite(output.detach()).all():
             raise self._depends(f"the output of {name} ({class_of(block).__name__})", output)
@@ -128,12 +126,11 @@ class StageChecks:
     def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
         names = self._names_behind(output) or self._around or ["a tensor"]
         return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. If neither the batch "
-            f"nor a block has made it so, it depends on what another stage has: {first_of(names)}. "
-            "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
-            "or without parameters; register what comes before the blocks before them in the module, and what comes "
-            "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "
-            "del decoder.norm; decoder.norm = last`."
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. Unless the batch or a "
+            f"block has made it so, it depends on what another stage has: {first_of(names)}. Between stages only the "
+            "blocks' first argument travels: compute other inputs from the batch, and register layers in the order in "
+            "which they run, before or after the blocks. A layer of somebody else's model you can register again, "
+            "before fit: `last = decoder.norm; del decoder.norm; decoder.norm = last`."
         )
 
     def _names_behind(self, output: torch.Tensor) -> list[str]:
@@ -142,13 +139,6 @@ class StageChecks:
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
         variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))
         return list(dict.fromkeys(names[one] for one in variables if one in names))
-
-
-def _as_input(one: Any) -> Any:
-    if not isinstance(one, torch.Tensor):
-        return one
-    copy = one.detach().clone()
-    return copy.requires_grad_().clone() if copy.is_floating_point() or copy.is_complex() else copy
 
 
 # -- values that only some stages have ---------------------------------------------------------------------------------
@@ -175,7 +165,7 @@ class StageValues:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a forward in training."""
-        looks = self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0
+        looks = is_power_of_two(self._steps) or self._steps % 64 == 0
         self._steps += 1
         unread, self.unread = self.unread, {}
         before, _ = marks_of(self._module) if looks else ({}, {})

@@ -104,7 +104,7 @@ def compare(
     inputs = without_caches(inputs[0]), without_caches(inputs[1])
     try:
         expected, in_float32, evaluates = _in_full(block, inputs, run_full)
-    except _FailedError as error:
+    except FailedError as error:
         # The forward itself raises it, too, or the block works with parts of the features only.
         log.warning(
             "%s cannot be computed in full (%s), and nothing verifies that it computes the same in parts: write "
@@ -116,8 +116,8 @@ def compare(
         return ""
     share = torch.zeros((), dtype=torch.float32, device=tensors_in(inputs)[0].device)
     try:
-        found, _ = _run(block, inputs, run_under_layout, in_float32, evaluates)
-    except _FailedError as error:
+        found, _ = run_once(block, inputs, run_under_layout, in_float32, evaluates)
+    except FailedError as error:
         words, share = f"it fails with: {error}", share + math.inf
     else:
         eps = torch.finfo(torch.float32 if in_float32 else torch.bfloat16).eps
@@ -255,8 +255,8 @@ def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results])
     """
     for in_float32, evaluates in (True, False), (True, True), (False, True):
         try:
-            found, draws = _run(block, inputs, run, in_float32, evaluates)
-        except _FailedError:
+            found, draws = run_once(block, inputs, run, in_float32, evaluates)
+        except FailedError:
             if not in_float32:
                 raise
         else:
@@ -265,14 +265,18 @@ def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results])
     return found, in_float32, evaluates
 
 
-class _FailedError(Exception):
-    """A block cannot be computed in a way."""
+class FailedError(Exception):
+    """A block cannot be computed in one of the ways."""
 
 
-def _run(
-    block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results], in_float32: bool, evaluates: bool
+def run_once(
+    block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results], in_float32: bool, evaluates: bool = False
 ) -> tuple[Results, bool]:
-    """Return the results, and whether random numbers were drawn."""
+    """Compute a block in one way, and return the results, and whether random numbers were drawn.
+
+    Raises:
+        FailedError: the block raises an error.
+    """
     with rehearsal(block, inputs, in_float32, evaluates) as random_state:
         before = random_state()
         try:
@@ -280,7 +284,7 @@ def _run(
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if isinstance(error, (ConfigError, torch.OutOfMemoryError)):
                 raise
-            raise _FailedError(error) from error
+            raise FailedError(error) from error
         return found, random_state() != before
 
 

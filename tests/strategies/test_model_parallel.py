@@ -1026,7 +1026,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "the gradient of norm."),
     "a loss of split outputs": (TP, HeadInParts, Attending, "the loss differs between the processes"),
-    "sums of gradients that are complete": (TP, NotByHeads, Attending, "of a layer of 8 outputs that are the same on"),
+    "sums of gradients that are complete": (TP, NotByHeads, Attending, "no split heads read embed, whose gradients"),
     "a key that split heads read": (TP, NotShared, OneKey, "'shared_by_heads' for a layer whose outputs"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
@@ -1064,6 +1064,7 @@ AT_THE_START = (
     "layers with adapters",
     "weights that are computed",
     "outputs that cannot be split",
+    "sums of gradients that are complete",
 )
 """What is found before the first step, the names of `REFUSED`."""
 LENGTHS = {"odd": 7, "short": 2}

@@ -99,7 +99,7 @@ def is_users(one: Any) -> bool:
 def keep_attributes_of(one: Any, other: Any) -> None:
     """Give a copy of a container the attributes that copying has not kept: of a subclass, or made anew by an init."""
     if isinstance(one, (list, deque, dict)):
-        vars(other).update(vars(one)) if hasattr(one, "__dict__") else None
+        getattr(other, "__dict__", {}).update(getattr(one, "__dict__", {}))
         return
     for name, value in attributes(one).items():
         if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
@@ -426,7 +426,7 @@ class Held:
         states = [one.get_state() for one in self.generators]
         other = {key: copy.clone() for key, copy in self._copies.items()}
         before = [{name: other.get(id(one), one) for name, one in entries.items()} for entries in self._before]
-        self._put(before if other else self._before)
+        self._put(before)
         self._set_states(self._states)
         try:
             yield
