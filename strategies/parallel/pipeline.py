@@ -177,7 +177,6 @@ class Pipeline:
                 block.register_forward_hook(self._end)
             if name in self.blocks:
                 block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
-                block.register_forward_hook(partial(self._checks.check_output, name))
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)
@@ -221,7 +220,8 @@ class Pipeline:
             )
         if self._next is not None:
             self._next.send(outputs)
-        self._checks.end_forward(outputs, is_loss=training and self.is_last)
+        if training and self.is_last:
+            self._checks.check_loss(outputs)
         if training:
             self._saved.append(MicroBatch(outputs, received, synchronizes))
             self._expect_gradient()

@@ -139,9 +139,9 @@ class PlanCheck:
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
                 f"({class_of(block).__name__}) does not compute the same: {difference}. Between a 'colwise' and a "
                 "'rowwise' layer each process has some of the features or heads: give both of a pair, view heads as "
-                "-1, group a weight with several parts (a fused qkv, gate and up) by heads, and split no layers "
-                "around norms, softmax and means over features, numbers that go by the count of heads, or, with styles "
-                "that split sequences, positions; keep with detach() what is only logged. "
+                "-1, and group a weight with several parts (a fused qkv, gate and up) by heads. Split no layers around "
+                "norms, softmax and means over features, or numbers that go by the count of heads. With styles that "
+                "split sequences, pass positions as arguments. Detach values that are only logged. "
                 f"For gradients: {HOW_GRADIENTS}"
             )
 

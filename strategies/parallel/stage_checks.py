@@ -18,13 +18,23 @@ from trainer.model.reachable import (
     nodes_behind,
     objects_behind,
     same_content,
+    tensors_in,
 )
 from trainer.strategies.parallel.one_reader import Marks, is_power_of_two, marks_of
-from trainer.strategies.parallel.verify import LEFT, FailedError, Inputs, Verification, results_of, run_once
+from trainer.strategies.parallel.verify import (
+    LEFT,
+    OUTPUT,
+    FailedError,
+    Inputs,
+    Results,
+    Verification,
+    results_of,
+    run_in_full,
+)
 
 
 class StageChecks:
-    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave.
+    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave behind.
 
     Args:
         module: of which this process has a stage.
@@ -49,8 +59,8 @@ class StageChecks:
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
         self.verification = Verification("pipeline_parallel", verify)
-        self._has_computed = self._has_trained = False
-        """True after the first forward, and the first of a training step."""
+        self._has_trained = False
+        """True after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
         """The outputs of blocks of earlier stages."""
         self._passed.register_hook(self._refuse_gradient)
@@ -73,58 +83,58 @@ class StageChecks:
         )
 
     def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compute a block once without consequences, in the first call of each kind, and look at what it leaves.
+        """Compute a block without consequences in the first call of each kind; check its output and what it leaves behind.
 
         Raises:
-            ConfigError: others could compute from it: a tensor with a gradient, or what several blocks can read.
+            ConfigError: the output is not a finite tensor, or others could compute from what the block leaves: a tensor
+                with a gradient, or values in objects that several blocks can read.
         """
         if not self.verification.is_due(name, block, args, kwargs):
             return
-        written: list[str] = []
+        label = f"{name} ({class_of(block).__name__})"
+        left, written = list[str](), list[str]()
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             shared = [*self._shared, *filter(is_container, objects_behind((args, kwargs), set()))]
             before = [*map(content, shared)]
             output = block.forward(*args, **kwargs)
             changed = (one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then))
             written.extend(f"a {type(one).__name__} that others read, too" for one in changed)
+            if not isinstance(output, torch.Tensor):
+                raise ConfigError(
+                    f"pipeline_parallel: {label} returns a {type(output).__name__}, and what a stage sends is one "
+                    "tensor. Return a tensor, or use another strategy."
+                )
             return output
 
-        inputs: Inputs = without_caches(args), without_caches(kwargs)
-        with suppress(FailedError):  # the block itself raises it, or it cannot compute with gradients
-            found, _ = run_once(block, inputs, lambda inputs: results_of(block, inputs, forward), in_float32=False)
-            left = [f"a tensor with a gradient in {key.removeprefix(LEFT)}" for key in found if key.startswith(LEFT)]
-            if left + written:
-                raise ConfigError(
-                    f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {(left + written)[0]}, and other "
-                    "processes get only what a block returns. Return it, or compute it outside of the blocks; keep "
-                    "with detach() what is only logged."
-                )
-
-    def check_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
-        """Raise ConfigError if what a block returns is not a tensor, or not finite in the first forward."""
-        if self._has_computed or torch.compiler.is_compiling():
-            return
-        if not isinstance(output, torch.Tensor):
-            raise ConfigError(
-                f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and what a "
-                "stage sends is one tensor. Return a tensor, or use another strategy."
+        def run(inputs: Inputs) -> Results:
+            found = results_of(block, inputs, forward)
+            left.extend(
+                f"a tensor with a gradient in {key.removeprefix(LEFT)}" for key in found if key.startswith(LEFT)
             )
-        if not torch.isfinite(output.detach()).all():
-            raise self._depends(f"the output of {name} ({class_of(block).__name__})", output)
+            return found
 
-    def end_forward(self, outputs: Any, is_loss: bool) -> None:
-        """End the first checks; raise ConfigError if the first training step's loss depends on other stages' values."""
-        self._has_computed = True
-        if not is_loss or self._has_trained:
+        with suppress(FailedError):  # the forward itself raises it, or the block cannot compute with gradients
+            results, *_ = run_in_full(block, (without_caches(args), without_caches(kwargs)), run)
+            if not torch.isfinite(results[OUTPUT]).all():
+                raise self._depends(f"the output of {label}", (args, kwargs))
+        if left + written:
+            raise ConfigError(
+                f"pipeline_parallel: {label} leaves {(left + written)[0]}, and other processes get only what a block "
+                "returns. Return it, or compute it outside of the blocks; keep with detach() what is only logged."
+            )
+
+    def check_loss(self, outputs: Any) -> None:
+        """Raise ConfigError if the loss of the first training step depends on values of other stages."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._has_trained or not isinstance(loss, torch.Tensor):
             return
         self._has_trained = True
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
+        if not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
             raise self._depends("the loss", loss)
 
-    def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
-        names = self._names_behind(output) or self._around or ["a tensor"]
+    def _depends(self, what: str, computed: Any) -> ConfigError:
+        names = self._names_behind(computed) or self._around or ["a tensor"]
         return ConfigError(
             f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. Unless the batch or a "
             f"block has made it so, it depends on what another stage has: {first_of(names)}. Between stages only the "
@@ -133,11 +143,12 @@ class StageChecks:
             "before fit: `last = decoder.norm; del decoder.norm; decoder.norm = last`."
         )
 
-    def _names_behind(self, output: torch.Tensor) -> list[str]:
-        """Return the names of other stages' parameters from which an output was computed."""
+    def _names_behind(self, computed: Any) -> list[str]:
+        """Return the names of other stages' parameters from which tensors were computed."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
-        variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))
+        nodes = nodes_behind(tensor.grad_fn for tensor in tensors_in(computed))
+        variables = (id(getattr(node, "variable", None)) for node in nodes)
         return list(dict.fromkeys(names[one] for one in variables if one in names))
 
 

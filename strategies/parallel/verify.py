@@ -103,7 +103,7 @@ def compare(
     """
     inputs = without_caches(inputs[0]), without_caches(inputs[1])
     try:
-        expected, in_float32, evaluates = _in_full(block, inputs, run_full)
+        expected, in_float32, evaluates = run_in_full(block, inputs, run_full)
     except FailedError as error:
         # The forward itself raises it, too, or the block works with parts of the features only.
         log.warning(
@@ -116,7 +116,7 @@ def compare(
         return ""
     share = torch.zeros((), dtype=torch.float32, device=tensors_in(inputs)[0].device)
     try:
-        found, _ = run_once(block, inputs, run_under_layout, in_float32, evaluates)
+        found, _ = _run(block, inputs, run_under_layout, in_float32, evaluates)
     except FailedError as error:
         words, share = f"it fails with: {error}", share + math.inf
     else:
@@ -247,15 +247,17 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 # -- a forward without consequences ------------------------------------------------------------------------------------
 
 
-def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results]) -> tuple[Results, bool, bool]:
+def run_in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results]) -> tuple[Results, bool, bool]:
     """Return the results, whether they were computed in float32, and whether in evaluation.
 
-    The block has its mode, but evaluates if it draws random numbers in training: parts of a tensor have others than all
-    of it.
+    The block keeps its mode, unless it draws random numbers in training, which differ between a part and a full tensor.
+
+    Raises:
+        FailedError: the block raises an error in every attempt.
     """
     for in_float32, evaluates in (True, False), (True, True), (False, True):
         try:
-            found, draws = run_once(block, inputs, run, in_float32, evaluates)
+            found, draws = _run(block, inputs, run, in_float32, evaluates)
         except FailedError:
             if not in_float32:
                 raise
@@ -269,14 +271,10 @@ class FailedError(Exception):
     """A block cannot be computed in one of the ways."""
 
 
-def run_once(
-    block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results], in_float32: bool, evaluates: bool = False
+def _run(
+    block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results], in_float32: bool, evaluates: bool
 ) -> tuple[Results, bool]:
-    """Compute a block in one way, and return the results, and whether random numbers were drawn.
-
-    Raises:
-        FailedError: the block raises an error.
-    """
+    """Return the results, and whether random numbers were drawn."""
     with rehearsal(block, inputs, in_float32, evaluates) as random_state:
         before = random_state()
         try:
