@@ -202,7 +202,7 @@ class DDPStrategy(DistributedStrategy):
             if self.static_graph and wrapped is not None:
                 raise ConfigError(
                     "DDPStrategy(static_graph=True) averages one backward after each forward, and this is a second "
-                    "one: call backward once, for the sum of the losses; or leave static_graph out."
+                    "one. Call backward once, for the sum of the losses, or leave static_graph out."
                 )
             trained = [p for p in self.module.parameters() if p.requires_grad]
             average_gradients(trained, world_size, sparse_weights(self.module))
@@ -226,9 +226,8 @@ class DDPStrategy(DistributedStrategy):
             if parameter in seen:
                 raise ConfigError(
                     f"{type(self.module).__name__}.backward computes the gradients of some parameters several times, "
-                    "and strategy 'ddp' averages them over the processes once, in the first backward: call "
-                    "loss.backward() once in it, for the sum of the losses. Or set automatic_optimization = False and "
-                    "call self.manual_backward for each loss, or use strategy 'fsdp'."
+                    "and strategy 'ddp' averages them in the first backward only. Call loss.backward() once, for the "
+                    "sum of the losses, or use strategy 'fsdp'."
                 )
             seen.add(parameter)
 

@@ -84,9 +84,9 @@ class CommonLoss:
 
     def __init__(
         self,
-        blocks: Iterable[nn.Module],
-        groups: Sequence[dist.ProcessGroup],
-        with_experts: Sequence[dist.ProcessGroup],
+        blocks: Iterable[nn.Module] = (),
+        groups: Sequence[dist.ProcessGroup] = (),
+        with_experts: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._blocks, self._groups, self._with_experts = [*blocks], groups, with_experts
         self._calls = -1

@@ -99,13 +99,11 @@ class Pipeline:
         backwards: dist.ProcessGroup,
         shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
     ) -> None:
-        """Begin anew with these groups, at the start of a run: one before it may have ended with messages on their way.
-
-        The arguments are those of the constructor.
-        """
+        """Start a run with new groups, because an earlier run may have left messages pending in the old ones."""
         self._forwards = forwards
         self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
         self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
+        self._neighbours = [one for one in (self._next, self._before) if one is not None]
         self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
@@ -137,8 +135,7 @@ class Pipeline:
     @property
     def has_messages(self) -> bool:
         """Whether messages to or from this stage are on their way, as after an error within a window."""
-        neighbours = [one for one in (self._next, self._before) if one is not None]
-        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in neighbours)
+        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in self._neighbours)
 
     def describe(self) -> str:
         """Return the blocks of this stage in words."""
@@ -298,10 +295,9 @@ class Pipeline:
         dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient, group=group)
 
     def flush(self) -> None:
-        """Wait until what was sent has been received."""
-        for neighbour in (self._next, self._before):
-            if neighbour is not None:
-                neighbour.flush()
+        """Wait until the neighbours have received all messages."""
+        for neighbour in self._neighbours:
+            neighbour.flush()
 
 
 class _Generators:

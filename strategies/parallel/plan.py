@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -101,22 +101,19 @@ class SharedByHeads(ParallelStyle):
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
+    """Return the plans of the Hugging Face models in a module, overridden by the module's `tensor_parallel_plan`.
 
     Raises:
-        ConfigError: there is none, or it is no plan.
+        ConfigError: there is no plan, or `tensor_parallel_plan` is not a plan.
     """
     own = getattr(module, "tensor_parallel_plan", None) or {}
-    if not isinstance(own, Mapping) or not all(isinstance(style, Style) for style in own.values()):
-        raise ConfigError(
-            f"{type(module).__name__}.tensor_parallel_plan: give a dict of name patterns and styles, such as "
-            '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
-        )
-    plan = {**dict(_plans_of_models(module)), **own}
+    is_plan = isinstance(own, Mapping) and all(isinstance(style, Style) for style in own.values())
+    plan = {**dict(_plans_of_models(module)), **own} if is_plan else {}
     if not plan:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
-            'such as tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+            f"{type(module).__name__} has no tensor_parallel_plan, a dict of name patterns and styles, and no Hugging "
+            "Face model with a plan. Add one, such as "
+            'tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
 
@@ -176,8 +173,8 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
-    raise_problems([*[*filter(None, wrong)][:1], *_heads(module, parts)], type(module).__name__)
+    wrong = filter(None, (_problem(name, names[name], style, parts) for name, style in found.items()))
+    raise_problems([*islice(wrong, 1), *_heads(module, parts)], type(module).__name__)
     return found
 
 

@@ -58,7 +58,7 @@ def layout_problems(
             "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
         )
     plan = getattr(module, "tensor_parallel_plan", None)
-    styles = [style for style in plan.values() if isinstance(style, str)] if isinstance(plan, Mapping) else []
+    styles = map(str, plan.values()) if isinstance(plan, Mapping) else ()
     if layout.tensor > 1 and layout.context > 1 and any("sequence" in style for style in styles):
         problems.append(
             f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
@@ -84,14 +84,13 @@ def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: Ste
     for optimizer in optimizers:
         if layout.pipeline > 1 and mixes_parameters(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
-                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
-                "such as torch.optim.AdamW, or leave out pipeline_parallel."
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, of which a "
+                "process has one stage. Use an optimizer that steps each parameter alone, such as torch.optim.AdamW."
             )
         if layout and needs_closure(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
-                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
+                "weights as one vector. Use it on one process, or use another optimizer."
             )
 
 
@@ -125,31 +124,29 @@ def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layo
 
 
 def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
-    names: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(child), []).append(name)
+    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
     parents = {name.rpartition(".")[0] for name in blocks}
-    problems = []
-    for block in blocks.values():
-        places = [name for name in names[id(block)] if name.rpartition(".")[0] in parents]
-        if len(places) > 1:
-            problems.append(
-                f"pipeline_parallel: {' and '.join(places[:2])} are one block, and a pipeline runs each block once for "
-                "a batch: give each place a block of its own, or use another strategy."
-            )
-    return problems
+    for name, child in module.named_modules(remove_duplicate=False):
+        if child in places and name.rpartition(".")[0] in parents:
+            places[child].append(name)
+    return [
+        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
+        "Give each place a separate block, or use another strategy."
+        for names in places.values()
+        if len(names) > 1
+    ]
 
 
 def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return a problem for each class of layers that mixes tokens in a way of its own."""
+    """Return a problem for each class of layers that mixes tokens other than by torch's attention function."""
     found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
             if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
                 found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
     return [
-        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Blocks mix them by "
-        "torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of the tokens."
+        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Mix tokens only by "
+        "torch.nn.functional.scaled_dot_product_attention, so that each process can have some of them."
         for kind, place in found.items()
     ]
 
@@ -164,9 +161,8 @@ _COLLECTED = {
 
 def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of Hugging Face models, the outer ones first."""
-    transformers = sys.modules.get("transformers")
-    named = [] if transformers is None else module.named_modules()
-    return [(name, child) for name, child in named if isinstance(child, transformers.PreTrainedModel)]  # type: ignore[union-attr]
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, kind)]
 
 
 def refuse_collecting(option: str, module: nn.Module) -> None:

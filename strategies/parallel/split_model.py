@@ -142,7 +142,7 @@ class SplitModel:
     def _start(self) -> None:
         self._called, self._called_first = set[str](), set[str]()
         """The step methods that have been called, and those that were called in the window in progress."""
-        self._common_loss: CommonLoss | None = None
+        self._common_loss = CommonLoss()
         self._stage_values: StageValues | None = None
         self._compares_gradients = False
 
@@ -191,7 +191,7 @@ class SplitModel:
         if not self.layout:
             return run()
         training = step == "training_step" and torch.is_grad_enabled()
-        if training and self._common_loss is not None:
+        if training:
             self._common_loss.begin()
             for one in self._verifications if self._common_loss.verifies else ():
                 one.restart()
@@ -212,8 +212,7 @@ class SplitModel:
         In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
         verified again, or whose attributes cannot be read.
         """
-        again = self._common_loss is not None and self._common_loss.verifies
-        again = again or (self._stage_values is not None and bool(self._stage_values.unread))
+        again = self._common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
         if step in self._called and not again:
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
@@ -233,8 +232,7 @@ class SplitModel:
 
     def compare_loss(self, loss: torch.Tensor) -> None:
         """Raise ConfigError if the processes of one stage have different losses. Collective."""
-        if self._common_loss is not None:
-            self._common_loss.compare(loss)
+        self._common_loss.compare(loss)
 
     def exchange_values(self) -> None:
         """Find what a window has changed on some stages alone. Collective, after some windows."""

@@ -83,7 +83,7 @@ class StageChecks:
         )
 
     def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compute a block without consequences in the first call of each kind; check its output and what it leaves behind.
+        """Compute a block without consequences in the first call of each kind; check its output and leftovers.
 
         Raises:
             ConfigError: the output is not a finite tensor, or others could compute from what the block leaves: a tensor
@@ -92,14 +92,14 @@ class StageChecks:
         if not self.verification.is_due(name, block, args, kwargs):
             return
         label = f"{name} ({class_of(block).__name__})"
-        left, written = list[str](), list[str]()
+        leftovers: list[str] = []
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             shared = [*self._shared, *filter(is_container, objects_behind((args, kwargs), set()))]
             before = [*map(content, shared)]
             output = block.forward(*args, **kwargs)
             changed = (one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then))
-            written.extend(f"a {type(one).__name__} that others read, too" for one in changed)
+            leftovers.extend(f"a {type(one).__name__} that others read, too" for one in changed)
             if not isinstance(output, torch.Tensor):
                 raise ConfigError(
                     f"pipeline_parallel: {label} returns a {type(output).__name__}, and what a stage sends is one "
@@ -109,18 +109,17 @@ class StageChecks:
 
         def run(inputs: Inputs) -> Results:
             found = results_of(block, inputs, forward)
-            left.extend(
-                f"a tensor with a gradient in {key.removeprefix(LEFT)}" for key in found if key.startswith(LEFT)
-            )
+            places = (key.removeprefix(LEFT) for key in found if key.startswith(LEFT))
+            leftovers.extend(f"a tensor with a gradient in {place}" for place in places)
             return found
 
         with suppress(FailedError):  # the forward itself raises it, or the block cannot compute with gradients
             results, *_ = run_in_full(block, (without_caches(args), without_caches(kwargs)), run)
             if not torch.isfinite(results[OUTPUT]).all():
                 raise self._depends(f"the output of {label}", (args, kwargs))
-        if left + written:
+        if leftovers:
             raise ConfigError(
-                f"pipeline_parallel: {label} leaves {(left + written)[0]}, and other processes get only what a block "
+                f"pipeline_parallel: {label} leaves {leftovers[0]}, and other processes get only what a block "
                 "returns. Return it, or compute it outside of the blocks; keep with detach() what is only logged."
             )
 
@@ -139,8 +138,8 @@ class StageChecks:
             f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. Unless the batch or a "
             f"block has made it so, it depends on what another stage has: {first_of(names)}. Between stages only the "
             "blocks' first argument travels: compute other inputs from the batch, and register layers in the order in "
-            "which they run, before or after the blocks. A layer of somebody else's model you can register again, "
-            "before fit: `last = decoder.norm; del decoder.norm; decoder.norm = last`."
+            "which they run, before or after the blocks. In a model of somebody else, register it again, before fit: "
+            "`last = decoder.norm; del decoder.norm; decoder.norm = last`."
         )
 
     def _names_behind(self, computed: Any) -> list[str]:
@@ -184,14 +183,14 @@ class StageValues:
             yield
         if looks:
             after, self._owners = marks_of(self._module)
-            self._changed = {key: mark for key, mark in after.items() if before.get(key, ...) != mark}
+            changed = {key: mark for key, mark in after.items() if before.get(key, ...) != mark}
+            self._changed = {key: mark if isinstance(mark, (int, str)) else None for key, mark in changed.items()}
 
     def exchange(self, processes: SingleProcess) -> None:
         """Find what the last forward has changed on other stages alone, or otherwise. Collective, in some steps."""
-        changed, self._changed = self._changed, None
-        if changed is None:
+        own, self._changed = self._changed, None
+        if own is None:
             return
-        own = {key: mark if isinstance(mark, (int, str)) else None for key, mark in changed.items()}
         of_all = zip(processes.all_gather_object(own), processes.reader_of, strict=True)
         of_model = [of_rank for of_rank, reader in of_all if reader == processes.reader]
         for place, name in sorted({key for of_rank in of_model for key in of_rank if key[0] in self._owners}):
@@ -201,9 +200,8 @@ class StageValues:
             owner = self._owners[place]
             self.unread.setdefault(id(owner), (owner, {}))[1][name] = (
                 f"pipeline_parallel: the training reads {f'{place}.{name}'.strip('.')}, which differs between the "
-                "processes of one model, because another stage has changed it in an earlier step. The last stage alone "
-                "computes what comes after the blocks. Compute the value before the blocks, or from their outputs; or "
-                "use another strategy."
+                "processes of one model, because another stage has changed it in an earlier step. Compute the value "
+                "before the blocks, since only the last stage runs the code after them, or use another strategy."
             )
 
 

@@ -80,8 +80,8 @@ def device_number(local_rank: int, device_ids: Sequence[int] | None, visible: in
     if visible == 1 and device_ids is None:
         return 0
     raise ConfigError(
-        f"the process with local rank {local_rank} is to use GPU {wanted}, and sees {visible}: start as many processes "
-        "on a machine as it has GPUs, and let each process see all of them, or one of its own (CUDA_VISIBLE_DEVICES)."
+        f"the process with local rank {local_rank} is to use GPU {wanted}, and sees {visible}. Start as many processes "
+        "on a machine as it has GPUs, and let each process see all of them, or only its own (CUDA_VISIBLE_DEVICES)."
     )
 
 

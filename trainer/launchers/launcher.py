@@ -53,9 +53,8 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     if why_not is not None:
         raise ConfigError(
             f"devices={num_processes} with max_restarts={max_restarts} starts this program again, which is not "
-            f"possible: {why_not}. Put the code into a script and run `python script.py`, or start it with `torchrun "
-            f"--nproc-per-node {num_processes} script.py`; in a notebook, put it into a function and call "
-            f"trainer.launch(function, devices={num_processes}); or use devices=1."
+            f"possible: {why_not}. Run the code as a script, or, in a notebook, as a function by "
+            f"trainer.launch(function, devices={num_processes})."
         )
     if device_type == "tpu":
         share_chips(num_processes)
