@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,17 +198,17 @@ class Gradients:
             group._init_mp_dtypes()
         for record in records:
             record.accumulate_unsharded_grad_if_needed()
-        found = {id(record): gradient for record in records if (gradient := _gradient(record)) is not None}
-        self._found.update(found)
-        dtypes = [gradient.dtype for gradient in found.values()]
+        found = [(record, gradient) for record in records if (gradient := _gradient(record)) is not None]
+        present = {id(record) for record, _ in found}
+        self._found |= present
+        dtypes = [gradient.dtype for _, gradient in found]
         if len({*dtypes}) > 1:  # of a norm and another layer, or of several micro-batches and one
             dtypes = [group.mp_policy.reduce_dtype]
-            for record in records:
-                if id(record) in found:
-                    record.unsharded_accumulated_grad = found[id(record)].to(dtypes[0])
-                    record._unsharded_param.grad = None
+            for record, gradient in found:
+                record.unsharded_accumulated_grad = gradient.to(dtypes[0])
+                record._unsharded_param.grad = None
         for record in records:
-            if id(record) in self._due and id(record) not in found:
+            if id(record) in self._due - present:
                 full = record._unsharded_param
                 record.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtypes[0] if dtypes else full.dtype)
                 if record.sharded_param.grad is None:
@@ -221,11 +222,7 @@ class Gradients:
             self._exchange()
             if self._held:
                 self._wait()
-                late = [
-                    group
-                    for group, number in zip(self._groups, self._present[len(self._records) :], strict=True)
-                    if number
-                ]
+                late = [*compress(self._groups, self._present[len(self._records) :])]
         for group in reversed(self._groups):
             if group._training_state != TrainingState.POST_BACKWARD or group in late:
                 due = [record for record in group.fsdp_params if id(record) in self._due]

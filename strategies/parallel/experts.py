@@ -49,9 +49,9 @@ def _problem(name: str, experts: nn.Module, parts: int) -> str:
     sizes = {parameter: p.shape[0] if p.dim() else 0 for parameter, p in experts.named_parameters()}
     if not takes_routing(experts) or len(set(sizes.values())) != 1:
         return (
-            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be split as 'experts': that is a module "
-            "with forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), "
-            "whose parameters have one row for each expert (not a ModuleList of experts)."
+            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be split as 'experts'. Name a module with "
+            "forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), whose "
+            "parameters have one row for each expert (not a ModuleList of experts)."
         )
     count = next(iter(sizes.values()))
     if count % parts:
@@ -168,10 +168,9 @@ class _SplitExperts:
         difference = compare(name, self._experts, inputs, partial(run, each), partial(run, together))
         if difference:
             raise ConfigError(
-                f"tensor_parallel_plan: {name} cannot be split as 'experts': {difference}. For each token it returns "
-                "the sum of its experts' outputs times the weights as they are, and no more; and it takes the number "
-                "of experts from the rows of its parameters, of which each process has some. What else it does belongs "
-                "into the module around it."
+                f"tensor_parallel_plan: {name} cannot be split as 'experts': {difference}. For each token return the "
+                "sum of its experts' outputs times the given weights, take the number of experts from the rows of the "
+                "parameters, and do everything else in the module around it."
             )
 
     def _sort(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of
 from trainer.strategies.parallel.adapters import FullInputs
-from trainer.strategies.parallel.context import gather
+from trainer.strategies.parallel.context import gather, split_hidden
 from trainer.strategies.parallel.one_reader import HOW_GRADIENTS
 from trainer.strategies.parallel.plan import SharedByHeads
 from trainer.strategies.parallel.verify import (
@@ -36,14 +36,14 @@ Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class PlanCheck:
-    """Compares the first forward of each block with one in which all its layers are full.
+    """Compares the first forward of each block with a forward of full layers.
 
-    A plan may fit all shapes and be wrong: where a fused layer is cut through its parts, where numbers go by the count
-    of heads, or where a mean is taken of features of which each process has some.
+    A plan may fit all shapes and be wrong: a fused layer may be cut through its parts, numbers may go by the count of
+    heads, or a mean may be taken over split features.
 
     Args:
         module: before its layers are split.
-        styles: those of its layers by name.
+        styles: the styles of its layers by name.
         group: the processes among which layers are split.
         verify: see `FSDPStrategy`.
     """
@@ -121,9 +121,12 @@ class PlanCheck:
         parts, part = dist.get_world_size(self._group), dist.get_rank(self._group)
 
         def in_full(inputs: Inputs) -> Results:
-            whole = self._with_full_sequences(*inputs) if split else inputs
+            if split:
+                hidden, args, kwargs = split_hidden(block, *inputs)
+                whole = hidden.full_tensor() if isinstance(hidden, DTensor) else gather(hidden, 1, self._group)
+                inputs = (whole.detach(), *args), kwargs
             with _full_layers(block, layers, hooks):
-                results = results_of(block, whole, block.forward, _trained(block), not split)
+                results = results_of(block, inputs, block.forward, _trained(block), not split)
             if not split:
                 return results
             # Each process has a part of the outputs, and of what else is made of tokens.
@@ -145,12 +148,6 @@ class PlanCheck:
                 f"For gradients: {HOW_GRADIENTS}"
             )
 
-    def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a block with the parts of sequences of all processes in the first one. Collective."""
-        own = (args[0] if args else next(iter(kwargs.values()))).detach()
-        whole = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
-
 
 def _trained(block: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in block.named_parameters() if p.requires_grad}
@@ -170,10 +167,9 @@ def _has_readers_of_parts(style: ParallelStyle) -> bool:
 def _splits_sequences(style: ParallelStyle) -> bool | None:
     """Whether a style takes or returns parts of sequences; None: something else, which is not compared."""
     full, part = (Replicate(),), (Shard(1),)
-    if isinstance(style, ColwiseParallel):
-        return style.input_layouts == part if style.input_layouts in (full, part) and style.use_local_output else None
-    if isinstance(style, RowwiseParallel):
-        return style.output_layouts == part if style.output_layouts in (full, part) and style.use_local_output else None
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        outer = style.input_layouts if isinstance(style, ColwiseParallel) else style.output_layouts
+        return outer == part if outer in (full, part) and style.use_local_output else None
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim == 1
     return False if isinstance(style, (SharedByHeads, FullInputs)) else None

@@ -49,8 +49,8 @@ def layout_problems(
         )
     if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
         problems.append(
-            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
-            "their processes. Use 'bf16-mixed'."
+            "precision='16-mixed' with tensor_parallel or pipeline_parallel: their processes cannot agree on the loss "
+            "scale. Use 'bf16-mixed'."
         )
     if layout.tensor > 1 and precision.float8 == "mx":
         problems.append(
@@ -67,9 +67,8 @@ def layout_problems(
     own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
     if layout.pipeline > 1 and (own_loop or own_backward):
         problems.append(
-            "pipeline_parallel runs the backward of each micro-batch itself, on several stages: use a Trainer with "
-            "automatic_optimization and the loss that training_step returns, without an override of backward; or "
-            "tensor_parallel or context_parallel."
+            "pipeline_parallel runs the backward of each micro-batch itself, on several stages. Use a Trainer with "
+            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel."
         )
     return problems
 
@@ -105,8 +104,8 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "create_graph=True through layers or sequences that are split over processes (tensor_parallel, "
-                "context_parallel, expert_parallel), whose gradients have no graph: second gradients, as of a gradient "
-                "penalty, would be wrong. Use 'ddp', or 'fsdp' without these options."
+                "context_parallel, expert_parallel): second gradients, as of a gradient penalty, would be wrong. Use "
+                "'ddp', or 'fsdp' without these options."
             )
         return backward(*args)
 
@@ -178,15 +177,14 @@ def _check_call(option: str, name: str, model: Any, args: Any, kwargs: Mapping[s
     for setting, fault in _COLLECTED.items():
         if kwargs.get(setting, getattr(config, setting, False)):
             raise ConfigError(
-                f"{option}: {setting}=True in a call or the config of {name}, {fault} for all tokens, and a process "
+                f"{option}: {setting}=True in a call or the config of {name}, {fault} for all tokens, but a process "
                 "has some of them. Set it to False, or use tensor_parallel or expert_parallel."
             )
 
 
 def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
-        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
-        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
-        "logits of given tokens."
+        f"{option}: {name}.generate() needs the keys and values of all blocks and tokens, but a process has some of "
+        "them. Generate from a checkpoint on one device or with tensor_parallel (trainer checkpoint export writes a "
+        "folder for from_pretrained)."
     )

@@ -61,7 +61,7 @@ class SplitModel:
     ) -> None:
         self.module, self.layout, self.mesh, self.verify = module, layout, mesh, verify
         self.blocks = self.here = blocks
-        """All blocks, and those of this process."""
+        """All blocks, and the blocks of this process."""
         self.pipeline: Pipeline | None = None
         """The stage of this process."""
         self.experts: dict[str, nn.Module] = {}
@@ -150,7 +150,7 @@ class SplitModel:
         """Begin a run of a module that an earlier one has split.
 
         Args:
-            mesh: of the new run, from which messages come: those of a run that has broken may still be on their way.
+            mesh: the mesh of the new run: messages of a broken run may still be pending in the old one.
         """
         self._processes = processes
         self._start()
@@ -207,10 +207,10 @@ class SplitModel:
             return outputs
 
     def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
+        """Return a context where compiled blocks run uncompiled, for the checks in a step method's first call.
 
-        In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
-        verified again, or whose attributes cannot be read.
+        In training until the window ends, because a backward recomputes as its forward has computed; also where blocks
+        are verified again, or attributes cannot be read.
         """
         again = self._common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
         if step in self._called and not again:
@@ -219,7 +219,7 @@ class SplitModel:
         return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
 
     def losses(self) -> AbstractContextManager[Any]:
-        """Return the context in which losses are computed from logits that are sharded over processes."""
+        """Return the context for losses that are computed from sharded logits."""
         if not self._splits_losses:
             return NULL_CONTEXT
         from trainer.strategies.parallel.plan import split_losses
@@ -227,7 +227,7 @@ class SplitModel:
         return split_losses()
 
     def as_forward(self) -> AbstractContextManager[Any]:
-        """Return a context in which a backward recomputes as the forward has computed."""
+        """Return a context where a backward recomputes as its forward has computed."""
         return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
 
     def compare_loss(self, loss: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ class SplitModel:
         """End the checks of the first window. Collective.
 
         Raises:
-            ConfigError: the processes of a layer have different gradients of what they all have full.
+            ConfigError: the gradients of replicated parameters differ between the processes of a layer.
         """
         self._called |= self._called_first
         self._called_first.clear()

@@ -12,6 +12,7 @@ from torch import nn
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import (
     content,
     is_container,
@@ -37,8 +38,8 @@ class StageChecks:
     """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave behind.
 
     Args:
-        module: of which this process has a stage.
-        stage: its number.
+        module: the module, of which this process computes one stage.
+        stage: the number of that stage.
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
         shared: objects that several blocks know.
@@ -68,12 +69,11 @@ class StageChecks:
     def pass_by(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a block of an earlier stage: return its input as NaN, to find what else depends on it.
 
-        In a later step its gradient is refused. The input is no NaN by itself where the weights before the blocks are
-        tied to others of this stage.
+        In a later step its gradient is refused. The input is a number where the weights before the blocks are tied to
+        weights of this stage.
         """
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        is_number = isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())
-        return hidden + self._passed.to(hidden.device, hidden.dtype) if is_number else hidden
+        hidden = next(iter((*args, *kwargs.values())))
+        return hidden + self._passed.to(hidden.device, hidden.dtype) if takes_gradient(hidden) else hidden
 
     def _refuse_gradient(self, gradient: torch.Tensor) -> None:
         raise ConfigError(
@@ -100,17 +100,17 @@ class StageChecks:
             output = block.forward(*args, **kwargs)
             changed = (one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then))
             leftovers.extend(f"a {type(one).__name__} that others read, too" for one in changed)
-            if not isinstance(output, torch.Tensor):
+            if not takes_gradient(output):
                 raise ConfigError(
                     f"pipeline_parallel: {label} returns a {type(output).__name__}, and what a stage sends is one "
-                    "tensor. Return a tensor, or use another strategy."
+                    "tensor of floating-point numbers. Return such a tensor, or use another strategy."
                 )
             return output
 
         def run(inputs: Inputs) -> Results:
             found = results_of(block, inputs, forward)
             places = (key.removeprefix(LEFT) for key in found if key.startswith(LEFT))
-            leftovers.extend(f"a tensor with a gradient in {place}" for place in places)
+            leftovers[:0] = [f"a tensor with a gradient in {place}" for place in places]
             return found
 
         with suppress(FailedError):  # the forward itself raises it, or the block cannot compute with gradients

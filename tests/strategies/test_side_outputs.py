@@ -723,13 +723,13 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
 }
 """What all processes find."""
 ENDS: dict[str, tuple[type[Stack], str]] = {
-    "losses in a list": (WithLosses, "leaves a list that others read, too"),
+    "losses in a list": (WithLosses, "leaves a tensor with a gradient in lists and objects that it gets"),
     "an object": (WithObject, "leaves a State that others read, too"),
     "an object that counts": (WithCounter, "leaves a State that others read, too"),
     "features of hooks": (WithHooks, "leaves a tensor with a gradient in what a hook of down writes to"),
     "numbers in a loss": (WithNumbers, "the training reads blocks.0.size, which differs between the processes"),
     "a number in an object": (WithObjectOfNumbers, "leaves a State that others read, too"),
-    "losses in a global list": (WithGlobals, "leaves a list that others read, too"),
+    "losses in a global list": (WithGlobals, "LOSSES at the level of "),
     "numbers in a global list": (WithGlobalNumbers, "leaves a list that others read, too"),
     "a generator behind the blocks": (NoiseAfter, "the training reads noise, which differs between the processes"),
     "a counter behind the blocks": (CountsAfter, "the training reads count, which differs between the processes"),

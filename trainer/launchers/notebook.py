@@ -137,8 +137,8 @@ def _require_fork() -> None:
     if os.waitstatus_to_exitcode(status):
         raise ConfigError(
             "launch() cannot start processes here: CUDA has been used in this process, by a tensor, a model, a Trainer "
-            "or torch.cuda.is_available(), and cannot be used in a fork. Restart the kernel, and use CUDA inside the "
-            "function only, or put the code into a script with Trainer(devices=...)."
+            "or torch.cuda.is_available(), and cannot be used in a fork. Begin in a fresh kernel, and use CUDA only in "
+            "the function, or put the code into a script with Trainer(devices=...)."
         )
 
 

@@ -59,7 +59,7 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
 
 
 def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks that share no parameter with the rest of the module: each can be sharded by itself."""
+    """Return the blocks that share no parameter with the rest of the module, so that each can be sharded alone."""
     owners = _number_of_owners(module)
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
 
@@ -248,7 +248,7 @@ def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
 
     Args:
         plain: groups of plain layers in a list, as in an MLP; else of modules with children. In a ModuleList one of
-            these is enough, because a list is meant to repeat. Lists of blocks are no blocks.
+            these is enough, because a list is meant to repeat. Lists of blocks are not blocks.
     """
     is_list = isinstance(parent, LISTS)
     if plain and not is_list:

@@ -1,4 +1,4 @@
-"""OptionalMethods: the methods that the trainer calls, of which a module or data module defines those that it needs."""
+"""OptionalMethods: the methods that the trainer calls; a module or data module defines the ones that it needs."""
 
 from __future__ import annotations
 
