@@ -23,7 +23,7 @@ from trainer.strategy import SkippedBatch, StepOptions
 
 
 class _DDPForward(StepForward):
-    """A step method as the `forward`; a skipped batch still has a backward, in which the other processes wait."""
+    """A step method as the `forward`; a skipped batch has a backward, too, because the other processes wait for it."""
 
     def forward(self, step: str, *args: Any) -> Any:
         outputs = super().forward(step, *args)
@@ -87,7 +87,7 @@ class DDPStrategy(DistributedStrategy):
         self._is_first_step = False
         self._more_follow = False
         self._prepared = False
-        """True from a forward to the backward in which torch averages the gradients."""
+        """True from a forward to its backward, where torch averages the gradients."""
         self._trained: dict[DDPStrategy, None] = {}
         """The strategies of all modules that train together: the copies of this one share them."""
 
@@ -196,7 +196,7 @@ class DDPStrategy(DistributedStrategy):
         wrapped, world_size = self.wrapped, self.processes.world_size
         if wrapped is not None and self._prepared:
             self._prepared = False
-            # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
+            # A parameter without a gradient leaves the others unsynchronized; torch itself looks a step later.
             wrapped._check_reducer_finalized()
         elif world_size > 1 and (not self._more_follow if wrapped is None else wrapped.require_backward_grad_sync):
             if self.static_graph and wrapped is not None:

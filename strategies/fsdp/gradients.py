@@ -1,4 +1,4 @@
-"""Reduce the gradients of a backward over processes by name, and leave those of user code alone."""
+"""Reduce the gradients of a backward over processes by name, and leave user code's own gradients alone."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 WITH_GRAPH = (
-    "create_graph=True in the backward of a step: strategy 'fsdp' reduces its gradients to shards, without a graph: "
-    "compute what is differentiated again by torch.autograd.grad(loss, inputs, create_graph=True), or use 'ddp'."
+    "create_graph=True in the backward of a step: strategy 'fsdp' reduces its gradients to shards, without a graph. "
+    "Call torch.autograd.grad(loss, inputs, create_graph=True) for gradients of gradients, or use 'ddp'."
 )
 
 
 class Gradients:
     """Stands between autograd and the reduction of FSDP2, which packs the gradients that a process happens to have.
 
-    Where processes have gradients of different parameters of a unit, FSDP2 adds up those of one with those of another.
+    Where processes have gradients of different parameters of a unit, FSDP2 adds up gradients of different parameters.
     Here a process packs zeros for what it lacks; a gradient that no process has stays None, as in a loop on one
     process. Which ones these are is exchanged on the CPU, and only a process that lacks gradients waits for the answer.
 
@@ -79,7 +79,7 @@ class Gradients:
         """Reduce, or add up for a later reduction, the gradients of the backward in the block, when it has ended.
 
         Args:
-            models: the gradients of all models of the loop, of which this backward may reach more than one.
+            models: the gradients of all models of the loop; this backward may reach several of them.
         """
         together = [self, *(one for one in models if one is not self)]
         for one in together:
@@ -101,7 +101,7 @@ class Gradients:
                 one._waiting = one._full_gradients()
 
     def release(self) -> None:
-        """Have weights be sharded after their use again, which a gradient with a graph of its own had kept."""
+        """Shard weights after their use again, after a gradient with a separate graph has kept them gathered."""
         for group, mesh in self._held:
             group.post_forward_mesh_info = mesh
             if group not in self.kept:
@@ -238,7 +238,7 @@ class Gradients:
             self._due.clear()
 
     def _exchange(self) -> None:
-        """Begin to tell all processes of which parameters this one has a gradient."""
+        """Begin to tell all processes which parameters have a gradient on this one."""
         self._wait()
         self._found.update(id(record) for record in self._records if _gradient(record) is not None)
         present = [id(record) in self._found for record in self._records]

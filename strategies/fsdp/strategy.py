@@ -438,7 +438,7 @@ class FSDPStrategy(DistributedStrategy):
             fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
         for one, block in beside:
             one.wrap(block)
-        # What is in no block stays gathered: its backward comes right after its forward.
+        # Parameters outside of the blocks stay gathered: their backward comes right after their forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
             log.info("fsdp gathers one at a time: %s", self.wrapped_blocks)
@@ -491,7 +491,7 @@ class FSDPStrategy(DistributedStrategy):
         low = self.precision.autocast or self.precision.weights
         if low not in (torch.bfloat16, torch.float16):
             return MixedPrecisionPolicy()
-        # What is computed in which dtype is autocast's choice, as under the other strategies: inputs are left alone.
+        # Autocast chooses the dtypes, as under the other strategies, so inputs are left alone.
         return MixedPrecisionPolicy(
             param_dtype=self.precision.autocast, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
         )
@@ -602,7 +602,7 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
             current = place.module._parameters.get(place.param_name)
-            # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
+            # A DTensor has memory only where a tensor was assigned to its `data`.
             own = [*gathered_of(parameter), None if sharded.data_ptr() else sharded]
             if current is None or all(current is not one for one in own):
                 raise self._replaced(parameter)
@@ -941,7 +941,7 @@ def gathered_of(record: Any) -> list[nn.Parameter | None]:
 
 
 def reshard_all(wrapped: nn.Module) -> None:
-    """Free all gathered parameters, also those of a forward that has ended with an error."""
+    """Free all gathered parameters, also after a forward that has ended with an error."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for unit in fsdp_units(wrapped):
@@ -953,8 +953,8 @@ def reshard_all(wrapped: nn.Module) -> None:
 def _computes_in_own_dtype(layer: nn.Module) -> bool:
     """Whether a layer computes with its parameters in their own dtype, also under autocast.
 
-    Torch's norms need that of their statistics, and spectral norm that of its vectors; what other parametrizations
-    compute is no choice of autocast's either.
+    Torch's norms need the dtype of their statistics, and spectral norm the dtype of its vectors; autocast does not
+    choose the dtypes of other parametrizations either.
     """
     return has_statistics(layer) or isinstance(layer, ParametrizationList) or multiplies_buffers(layer)
 

@@ -70,7 +70,7 @@ class _OneFlag:
 
 
 class WatchedShard(_OneFlag, DTensor):
-    """A sharded parameter whose `requires_grad` is that of the parameter gathered from it, at once.
+    """A sharded parameter that shares its `requires_grad` with the parameter gathered from it.
 
     FSDP2 copies the flag when it gathers, and what is in no block stays gathered for a full step. An optimizer, and
     lists made before that step, have the shards.
@@ -104,7 +104,7 @@ def _dispatch_as_torchs(cls: Any, func: Any, types: Any, args: Any = (), kwargs:
 
 
 class FormerParameter(_OneFlag, nn.Parameter):
-    """A parameter that user code has kept from before the sharding, whose `requires_grad` is that of the shard."""
+    """A parameter that user code has kept from before the sharding; it shares its `requires_grad` with the shard."""
 
 
 class _OneGradient:

@@ -209,7 +209,7 @@ class ContextParallel:
     def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """Return the best and the second best guess of the dimension of tokens; None for masks and others.
 
-        A mask's last dimension is that of keys, of as many as there are tokens.
+        A mask's last dimension is the keys, of which there are as many as tokens.
         """
         last = tensor.dim() - 1
         found = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
@@ -339,7 +339,7 @@ class _WithAttention:
 
 
 class SplitAttention(TorchFunctionMode):
-    """Has `scaled_dot_product_attention` attend from this process's tokens to those of all."""
+    """Has `scaled_dot_product_attention` attend from this process's tokens to all tokens."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: AttentionExchange) -> None:
         super().__init__()
