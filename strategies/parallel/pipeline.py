@@ -219,9 +219,8 @@ class Pipeline:
             )
         if self._next is not None:
             self._next.send(outputs)
-        if training and self.is_last:
-            self._checks.check_loss(outputs)
         if training:
+            self._checks.check_result(outputs)
             self._saved.append(MicroBatch(outputs, received, synchronizes))
             self._expect_gradient()
         if self.is_last:

@@ -250,13 +250,10 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
             module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
     # Without sending anything: all processes have the values, or get them later.
-    frozen = {
-        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-    }
+    trains = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
     parallelize_module(module, mesh, here, src_data_rank=None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in frozen:  # torch's styles for norms make new parameters, which train
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(trains[name])  # torch's styles for norms make new parameters, which train
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
     for (owner, name), *others in ties:

@@ -115,7 +115,7 @@ class StageChecks:
 
         with suppress(FailedError):  # the forward itself raises it, or the block cannot compute with gradients
             results, *_ = run_in_full(block, (without_caches(args), without_caches(kwargs)), run)
-            if not torch.isfinite(results[OUTPUT]).all():
+            if not self._has_trained and not torch.isfinite(results[OUTPUT]).all():
                 raise self._depends(f"the output of {label}", (args, kwargs))
         if leftovers:
             raise ConfigError(
@@ -123,14 +123,14 @@ class StageChecks:
                 "returns. Return it, or compute it outside of the blocks; keep with detach() what is only logged."
             )
 
-    def check_loss(self, outputs: Any) -> None:
-        """Raise ConfigError if the loss of the first training step depends on values of other stages."""
+    def check_result(self, outputs: Any) -> None:
+        """Raise ConfigError if the result of the first training step depends on values of other stages."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self._has_trained or not isinstance(loss, torch.Tensor):
             return
         self._has_trained = True
         if not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
-            raise self._depends("the loss", loss)
+            raise self._depends("the result of training_step", loss)
 
     def _depends(self, what: str, computed: Any) -> ConfigError:
         names = self._names_behind(computed) or self._around or ["a tensor"]
