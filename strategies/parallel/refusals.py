@@ -58,7 +58,7 @@ def layout_problems(
             "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
         )
     plan = getattr(module, "tensor_parallel_plan", None)
-    styles = map(str, plan.values()) if isinstance(plan, Mapping) else ()
+    styles = [style for style in plan.values() if isinstance(style, str)] if isinstance(plan, Mapping) else []
     if layout.tensor > 1 and layout.context > 1 and any("sequence" in style for style in styles):
         problems.append(
             f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
