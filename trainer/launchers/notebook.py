@@ -29,7 +29,7 @@ from trainer.launchers.restarts import LAUNCHED
 T = TypeVar("T")
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""Seconds in which the other processes have to end after one has failed."""
+"""Seconds that the other processes have to end after one has failed."""
 
 
 class WorkerError(TrainerError):

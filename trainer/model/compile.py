@@ -120,7 +120,7 @@ def start_compiling(module: nn.Module, compilation: Compilation, steps_done: Cal
 def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
     """Make the parts of `module` compile at their first call, and return these parts.
 
-    Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
+    Names, weights and parts that the user has compiled stay unchanged. A module whose `forward` is torch's own
     (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
     Dynamo skips torch's files.
 
