@@ -21,18 +21,18 @@ _MOST_ORDERS = 8
 
 
 class CallOrder:
-    """The order of the calls in which processes exchange parts of weights or gradients, which all have to make alike.
+    """The order of the calls that exchange parts of weights or gradients, which has to be the same on all processes.
 
-    Nothing in such an exchange says which weight it is of. Where one process comes to another block than the others,
-    all compute with parts of different weights, without an error if these have equal sizes. So a call that does not
-    come where it came in the pass before waits until all processes make it. A call where it was costs a comparison.
+    Such an exchange does not name its weight. If one process comes to another block than the others, all compute with
+    parts of different weights, without an error if these have equal sizes. So a call that is not at its place in the
+    previous pass waits until all processes make it. A call at its place costs a comparison.
 
     Args:
         processes: of the run.
         strategy: its name.
         what: a word for messages, which stands before the name of a call: "block", "gradient of".
-        first: the order that is expected in the first forward, and reversed in the first backward; None: that of the
-            first pass, which is compared when it has ended.
+        first: the order that is expected in the first forward, and reversed in the first backward; None: the order of
+            the first pass, which is compared when it has ended.
     """
 
     def __init__(self, processes: SingleProcess, strategy: str, what: str, first: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class CallOrder:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Compare the calls within the block, a pass, with those of the pass of this name before it."""
+        """Compare the calls within the block, a pass, with the calls of the previous pass of this name."""
         agreed = self._agreed.setdefault(name, [])
         self._pass, self._calls, self._expected = name, [], agreed[0] if agreed else self._order_at_first(name)
         try:
@@ -140,7 +140,6 @@ class CallOrder:
         except ConfigError as error:
             raise ConfigError(
                 f"under strategy {self._strategy!r} all processes have to come to the parts of the module in one "
-                f"order, in which they exchange them, and they come in different ones: {error} Layers that are left "
-                "out at random have to be the same on all processes: multiply what a layer adds by 0 instead of "
-                "leaving it out."
+                f"order, but they come in different ones: {error} Leave out the same layers on all processes, or "
+                "multiply what a layer adds by 0 instead."
             ) from None

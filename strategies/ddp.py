@@ -23,7 +23,7 @@ from trainer.strategy import SkippedBatch, StepOptions
 
 
 class _DDPForward(StepForward):
-    """A step method as the `forward`; a skipped batch still has a backward, in which the other processes wait."""
+    """A step method as the `forward`; a skipped batch has a backward, too, because the other processes wait for it."""
 
     def forward(self, step: str, *args: Any) -> Any:
         outputs = super().forward(step, *args)
@@ -87,7 +87,7 @@ class DDPStrategy(DistributedStrategy):
         self._is_first_step = False
         self._more_follow = False
         self._prepared = False
-        """True from a forward to the backward in which torch averages the gradients."""
+        """True from a forward to its backward, where torch averages the gradients."""
         self._trained: dict[DDPStrategy, None] = {}
         """The strategies of all modules that train together: the copies of this one share them."""
 
@@ -196,13 +196,13 @@ class DDPStrategy(DistributedStrategy):
         wrapped, world_size = self.wrapped, self.processes.world_size
         if wrapped is not None and self._prepared:
             self._prepared = False
-            # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
+            # A parameter without a gradient leaves the others unsynchronized; torch itself looks a step later.
             wrapped._check_reducer_finalized()
         elif world_size > 1 and (not self._more_follow if wrapped is None else wrapped.require_backward_grad_sync):
             if self.static_graph and wrapped is not None:
                 raise ConfigError(
                     "DDPStrategy(static_graph=True) averages one backward after each forward, and this is a second "
-                    "one: call backward once, for the sum of the losses; or leave static_graph out."
+                    "one. Call backward once, for the sum of the losses, or leave static_graph out."
                 )
             trained = [p for p in self.module.parameters() if p.requires_grad]
             average_gradients(trained, world_size, sparse_weights(self.module))
@@ -226,9 +226,8 @@ class DDPStrategy(DistributedStrategy):
             if parameter in seen:
                 raise ConfigError(
                     f"{type(self.module).__name__}.backward computes the gradients of some parameters several times, "
-                    "and strategy 'ddp' averages them over the processes once, in the first backward: call "
-                    "loss.backward() once in it, for the sum of the losses. Or set automatic_optimization = False and "
-                    "call self.manual_backward for each loss, or use strategy 'fsdp'."
+                    "and strategy 'ddp' averages them in the first backward only. Call loss.backward() once, for the "
+                    "sum of the losses, or use strategy 'fsdp'."
                 )
             seen.add(parameter)
 

@@ -35,7 +35,7 @@ class SwappedParameters:
 
     Args:
         strategy: shards the module.
-        computing: returns the context in which a submodule may be called with its full parameters.
+        computing: returns the context for calls of a submodule with its full parameters.
     """
 
     def __init__(self, strategy: Strategy, computing: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
@@ -111,8 +111,8 @@ def _refuse_within_a_step(strategy: Strategy) -> None:
         if frame.f_code.co_name == "call_step" and frame.f_locals.get("self") is strategy:
             raise ConfigError(
                 f"full_parameters within a step method: strategy {strategy.name!r} gathers the parameters of a layer "
-                "where it is computed, and cannot give them there. Use it in a hook, such as on_train_batch_end; for a "
-                "term of the loss compute with a layer's outputs, or give the optimizer weight_decay."
+                "only while the layer computes. Use it in a hook, such as on_train_batch_end; for a term of the loss "
+                "compute with a layer's outputs, or give the optimizer weight_decay."
             )
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -154,10 +154,10 @@ def changed_alike(strategy: Strategy) -> Iterator[None]:
     ]
     if differ:
         raise ConfigError(
-            f"{first_of(differ)} changed within the forward of a step, on each process by its own batch. Strategy "
-            f"{strategy.name!r} averages gradients, and each process would train weights of its own. Change it between "
-            "two steps, in a hook such as on_train_batch_end, alike on all processes (torch.distributed.broadcast, "
-            "self.all_gather); initialize it from data before the run; leave out max_norm of an nn.Embedding."
+            f"{first_of(differ)} changed within the forward of a step, on each process by its own batch, and strategy "
+            f"{strategy.name!r} averages only gradients. Change it between two steps, in a hook such as "
+            "on_train_batch_end, alike on all processes (torch.distributed.broadcast), or before the run; leave out "
+            "max_norm of an nn.Embedding."
         )
 
 
@@ -171,7 +171,7 @@ def unchanged_while_gathered(
 
     Args:
         units: modules, each with a function that returns what it has gathered, by name.
-        hooks: those by which the strategy gathers and frees; the checksums are made right after and before them.
+        hooks: the strategy's hooks that gather and free; the checksums are made right after and before them.
 
     Raises:
         ConfigError: weights were changed in between; the changes are lost when the weights are freed.

@@ -169,7 +169,7 @@ def refused_on_this_process() -> dict[str, str]:
 
 def test_gradients_that_are_not_reduced_and_parameters_of_two_models_are_refused() -> None:
     for found in run_distributed(refused_on_this_process, 2):
-        assert "this is a second one: call backward once" in found["static graph"]
+        assert "this is a second one. Call backward once" in found["static graph"]
         for strategy in ("ddp", "fsdp"):
             assert "the parameter weight is also in a model that was set up before" in found[f"shared, {strategy}"]
             for held in ("held back", "step while they are held back"):

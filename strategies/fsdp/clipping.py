@@ -23,7 +23,7 @@ def clip_by_norm(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`; return the norm before. Collective.
 
-    An infinite `max_norm` leaves them as they are. torch's `clip_grad_norm_` cannot add the norms of different meshes.
+    An infinite `max_norm` leaves them unchanged. torch's `clip_grad_norm_` cannot add the norms of different meshes.
 
     Args:
         counted: the parameters whose gradients count here; None: all. A weight that two stages share counts once.
@@ -41,9 +41,9 @@ def clip_by_norm(
 
 
 def _squares(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return squared norms whose sum is that of all gradients, the same bits on all processes that share them.
+    """Return squared norms that add up to the one of all gradients, the same bits on all processes that share them.
 
-    Those of gradients that are split in the same way are added up on each process, and then over the processes.
+    Squares of gradients that are split in the same way are added up on each process, and then over the processes.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:

@@ -19,9 +19,9 @@ from trainer.strategy import Values
 
 
 def read_full_numbers() -> None:
-    """Have a number that is read of a distributed tensor, as by `.item()`, be that of the full one; it is collective.
+    """Have a read of a distributed tensor's number, as by `.item()`, return the full tensor's; it is collective.
 
-    torch returns that of this process's part. Here no operation but the reading is slower, and no code is left out:
+    torch returns the number of this process's part. Only the reading becomes slower, and no code is left out:
     hooks, steps of optimizers and their hooks, and tensors that torch itself turns into numbers (`alpha=norm`).
     """
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _full_number
@@ -119,7 +119,7 @@ def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
 
 
 class ShardedValues(Values):
-    """Sets distributed tensors; those of parameters that other processes hold are left out."""
+    """Sets distributed tensors; skips parameters that other processes hold."""
 
     def shape_of_part(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
         return tuple(tensor.shape) if isinstance(tensor, (DTensor, AbsentParameter)) else None

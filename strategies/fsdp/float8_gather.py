@@ -28,7 +28,7 @@ def gather_in_float8(groups: Iterable[Sequence[Any]]) -> int:
 
 
 def _can_be_gathered(record: Any) -> bool:
-    """Whether a parameter is the weight of such a layer, of which FSDP2 alone makes equal shards."""
+    """Whether a parameter is the weight of such a layer, and only FSDP2 splits it, into equal shards."""
     from torchao.float8.float8_linear import Float8Linear
 
     smaller = record.post_forward_mesh_info
@@ -51,7 +51,7 @@ class _Scales:
         self._scales: list[torch.Tensor] = []
 
     def of(self, number: int, mesh: DeviceMesh) -> torch.Tensor:
-        """Return the scale of a weight; FSDP2 asks for those of all weights in turn. Collective for the first one."""
+        """Return the scale of a weight; FSDP2 asks for all weights in turn. Collective for the first one."""
         if number == 0:
             self._scales = self._compute(mesh)
         return self._scales[number]
@@ -86,7 +86,7 @@ class _Weight:
         return self  # a copy of a shard has no units of its own
 
     def rounded(self) -> torch.Tensor:
-        """Return the shard in the dtype in which layers compute."""
+        """Return the shard in the dtype that layers compute with."""
         same: torch.Tensor = self._shard.detach().to(self._computed)
         return same
 

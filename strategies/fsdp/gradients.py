@@ -1,10 +1,11 @@
-"""Reduce the gradients of a backward over processes by name, and leave those of user code alone."""
+"""Reduce the gradients of a backward over processes by name, and leave user code's own gradients alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 
 WITH_GRAPH = (
-    "create_graph=True in the backward of a step: strategy 'fsdp' reduces its gradients to shards, without a graph: "
-    "compute what is differentiated again by torch.autograd.grad(loss, inputs, create_graph=True), or use 'ddp'."
+    "create_graph=True in the backward of a step: strategy 'fsdp' reduces its gradients to shards, without a graph. "
+    "Call torch.autograd.grad(loss, inputs, create_graph=True) for gradients of gradients, or use 'ddp'."
 )
 
 
 class Gradients:
     """Stands between autograd and the reduction of FSDP2, which packs the gradients that a process happens to have.
 
-    Where processes have gradients of different parameters of a unit, FSDP2 adds up those of one with those of another.
+    Where processes have gradients of different parameters of a unit, FSDP2 adds up gradients of different parameters.
     Here a process packs zeros for what it lacks; a gradient that no process has stays None, as in a loop on one
     process. Which ones these are is exchanged on the CPU, and only a process that lacks gradients waits for the answer.
 
@@ -78,7 +79,7 @@ class Gradients:
         """Reduce, or add up for a later reduction, the gradients of the backward in the block, when it has ended.
 
         Args:
-            models: the gradients of all models of the loop, of which this backward may reach more than one.
+            models: the gradients of all models of the loop; this backward may reach several of them.
         """
         together = [self, *(one for one in models if one is not self)]
         for one in together:
@@ -100,7 +101,7 @@ class Gradients:
                 one._waiting = one._full_gradients()
 
     def release(self) -> None:
-        """Have weights be sharded after their use again, which a gradient with a graph of its own had kept."""
+        """Shard weights after their use again, after a gradient with a separate graph has kept them gathered."""
         for group, mesh in self._held:
             group.post_forward_mesh_info = mesh
             if group not in self.kept:
@@ -197,17 +198,17 @@ class Gradients:
             group._init_mp_dtypes()
         for record in records:
             record.accumulate_unsharded_grad_if_needed()
-        found = {id(record): gradient for record in records if (gradient := _gradient(record)) is not None}
-        self._found.update(found)
-        dtypes = [gradient.dtype for gradient in found.values()]
+        found = [(record, gradient) for record in records if (gradient := _gradient(record)) is not None]
+        present = {id(record) for record, _ in found}
+        self._found |= present
+        dtypes = [gradient.dtype for _, gradient in found]
         if len({*dtypes}) > 1:  # of a norm and another layer, or of several micro-batches and one
             dtypes = [group.mp_policy.reduce_dtype]
-            for record in records:
-                if id(record) in found:
-                    record.unsharded_accumulated_grad = found[id(record)].to(dtypes[0])
-                    record._unsharded_param.grad = None
+            for record, gradient in found:
+                record.unsharded_accumulated_grad = gradient.to(dtypes[0])
+                record._unsharded_param.grad = None
         for record in records:
-            if id(record) in self._due and id(record) not in found:
+            if id(record) in self._due - present:
                 full = record._unsharded_param
                 record.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtypes[0] if dtypes else full.dtype)
                 if record.sharded_param.grad is None:
@@ -221,11 +222,7 @@ class Gradients:
             self._exchange()
             if self._held:
                 self._wait()
-                late = [
-                    group
-                    for group, number in zip(self._groups, self._present[len(self._records) :], strict=True)
-                    if number
-                ]
+                late = [*compress(self._groups, self._present[len(self._records) :])]
         for group in reversed(self._groups):
             if group._training_state != TrainingState.POST_BACKWARD or group in late:
                 due = [record for record in group.fsdp_params if id(record) in self._due]
@@ -241,7 +238,7 @@ class Gradients:
             self._due.clear()
 
     def _exchange(self) -> None:
-        """Begin to tell all processes of which parameters this one has a gradient."""
+        """Begin to tell all processes which parameters have a gradient on this one."""
         self._wait()
         self._found.update(id(record) for record in self._records if _gradient(record) is not None)
         present = [id(record) in self._found for record in self._records]

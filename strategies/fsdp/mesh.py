@@ -25,7 +25,7 @@ class ModelSplit:
 
     @property
     def processes(self) -> int:
-        """Number of processes that hold one model together and read the same samples, so without those of experts."""
+        """Number of processes that hold one model together and read the same samples, without expert parallelism."""
         return self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class ParallelMesh:
 
     def __init__(self, device_type: str, layout: ModelSplit, readers: dict[str, int]) -> None:
         self.layout = layout
-        # FSDP shards over the processes of one sequence too: its mean over them is that of their parts.
+        # FSDP shards over the processes of one sequence, too: the mean of their gradients is over the parts.
         sizes = {**readers, "shard": readers["shard"] * layout.context}
         if layout.expert > 1:
             shards = sizes.pop("shard")
@@ -81,7 +81,7 @@ class ParallelMesh:
         return group
 
     def describe(self) -> str:
-        """Return the sizes of the dimensions in words."""
+        """Return text with the sizes of the dimensions."""
         sizes = zip(self.mesh.shape, self.mesh.mesh_dim_names or (), strict=True)
         return f"mesh: {' x '.join(f'{size} {name}' for size, name in sizes)}"
 

@@ -1,8 +1,8 @@
 """SideOutputs: bring what a block gives to others beside its output, in its arguments and in losses that it keeps.
 
 FSDP2 calls a block with copies of lists, dicts and dataclasses, so that what the block writes into them would be lost.
-And it gathers weights for a backward that begins at an output: that of a loss which the block keeps would find them
-freed.
+And it gathers weights for a backward that begins at an output: the backward of a loss that the block keeps would find
+them freed.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class SideOutputs:
         self._output: tuple[Any] | None = None
         self._structure: Any = None
         """Of the arguments of the call in progress, where FSDP2 has got them as a flat list."""
-        # As FSDP2's own hooks, these run as they are within a compiled call.
+        # Like FSDP2's own hooks, these are not compiled within a compiled call.
         block.register_forward_pre_hook(torch.compiler.disable(self._unflatten), with_kwargs=True, prepend=True)
         block.register_forward_hook(torch.compiler.disable(self._add_to_output), with_kwargs=True)
 
     def wrap(self, block: nn.Module) -> None:
-        """Add the hooks around those of FSDP2."""
+        """Add the hooks around FSDP2's own."""
         block.register_forward_pre_hook(torch.compiler.disable(self._of_caller), with_kwargs=True, prepend=True)
         block.register_forward_pre_hook(torch.compiler.disable(self._of_block), with_kwargs=True)
         block.register_forward_hook(torch.compiler.disable(self._take_from_output))
@@ -76,7 +76,7 @@ class SideOutputs:
         self._before = [(one, content(one)) for one in own]
 
     def _add_to_output(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return the output with the other tensors from which a backward may begin, for the hook of FSDP2."""
+        """Return the output with all other tensors that a backward may begin at, for the hook of FSDP2."""
         self._output = None
         written = self._bring_to_caller()
         if not torch.is_grad_enabled():

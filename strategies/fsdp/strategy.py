@@ -361,7 +361,7 @@ class FSDPStrategy(DistributedStrategy):
                 )
 
     def _take_over(self, before: Applied) -> None:
-        """Go on with what an earlier run has made of the module."""
+        """Use the shards that an earlier run has made of the module."""
         assert self._mesh is not None
         self._split, self.wrapped_blocks = before.split, before.wrapped_blocks
         self._split.start_again(self._mesh, self.processes)
@@ -373,7 +373,7 @@ class FSDPStrategy(DistributedStrategy):
             others.pop("reshard_after_forward", None)
         if others:
             log.warning(
-                "the module was sharded by an earlier run, and goes on with its %s: make a new one for other options",
+                "the module was sharded by an earlier run, whose %s it keeps: make a new one for other options",
                 ", ".join(f"{name}={value!r}" for name, value in others.items()),
             )
         for name, value in others.items():
@@ -438,7 +438,7 @@ class FSDPStrategy(DistributedStrategy):
             fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
         for one, block in beside:
             one.wrap(block)
-        # What is in no block stays gathered: its backward comes right after its forward.
+        # Parameters outside of the blocks stay gathered: their backward comes right after their forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
             log.info("fsdp gathers one at a time: %s", self.wrapped_blocks)
@@ -456,9 +456,9 @@ class FSDPStrategy(DistributedStrategy):
         return self.reshard_after_forward
 
     def _in_own_dtype(self, module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Return the layers that train in another dtype than the rest, and are gathered apart, the inner ones first.
+        """Return the layers that train in another dtype than the rest, the inner ones first; they are separate units.
 
-        What FSDP2 gathers together, and trains, has one dtype.
+        All trained parameters of one of FSDP2's units have the same dtype.
 
         Args:
             units: the module and its blocks, which are gathered anyway, with what is in them.
@@ -475,8 +475,8 @@ class FSDPStrategy(DistributedStrategy):
             if len(own) > 1 or (layer in found and type(layer).forward is nn.Module.forward):
                 raise ConfigError(
                     f"strategy 'fsdp' gathers parameters of one dtype together, and {name or type(layer).__name__} has "
-                    f"{', '.join(sorted(map(str, own)))} among others: put those of one dtype into a layer of their "
-                    "own, whose forward uses them."
+                    f"{', '.join(sorted(map(str, own)))} among others. Put the parameters of each dtype into "
+                    "a separate layer whose forward uses them."
                 )
             for child_name, child in layer.named_children():
                 visit(child, f"{name}.{child_name}".removeprefix("."), next(iter(own), dtype))
@@ -491,7 +491,7 @@ class FSDPStrategy(DistributedStrategy):
         low = self.precision.autocast or self.precision.weights
         if low not in (torch.bfloat16, torch.float16):
             return MixedPrecisionPolicy()
-        # What is computed in which dtype is autocast's choice, as under the other strategies: inputs are left alone.
+        # Autocast chooses the dtypes, as under the other strategies, so inputs are left alone.
         return MixedPrecisionPolicy(
             param_dtype=self.precision.autocast, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
         )
@@ -602,7 +602,7 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
             current = place.module._parameters.get(place.param_name)
-            # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
+            # A DTensor has memory only where a tensor was assigned to its `data`.
             own = [*gathered_of(parameter), None if sharded.data_ptr() else sharded]
             if current is None or all(current is not one for one in own):
                 raise self._replaced(parameter)
@@ -612,9 +612,9 @@ class FSDPStrategy(DistributedStrategy):
         return ConfigError(
             f"{self._name_of(place)} of shape {list(parameter.sharded_param.shape)} was replaced while training, by "
             f"`module.{place.param_name} = ...`, `p.data = ...`, load_state_dict(assign=True), weight_norm or "
-            f"register_parametrization, and strategy {self.name!r} still has its shards. Change values in place, on "
-            "all processes, between two steps: with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, "
-            "p.placements)) (from torch.distributed.tensor); parametrize before fit; or use strategy 'ddp'."
+            f"register_parametrization, and strategy {self.name!r} still has its shards. Parametrize before fit, and "
+            "change values in place, on all processes, between two steps: with torch.no_grad(): "
+            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)), from torch.distributed.tensor."
         )
 
     def _refuse_changes_within_step(self) -> None:
@@ -658,9 +658,8 @@ class FSDPStrategy(DistributedStrategy):
         gathered, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
         if changed := self._changed_since(gathered):
             raise ConfigError(
-                f"{changed} changed between the batches of an evaluation, and strategy {self.name!r} would "
-                "lose the change: change parameters before the first batch (on_validation_start) or after the last "
-                "(on_validation_epoch_end)."
+                f"{changed} changed between the batches of an evaluation, and strategy {self.name!r} would lose the "
+                "change. Change parameters in on_validation_start or on_validation_epoch_end."
             )
         self._gradients.release()
         reshard_all(self.wrapped)
@@ -690,7 +689,7 @@ class FSDPStrategy(DistributedStrategy):
     def _refuse_call(self, module: nn.Module, inputs: Any) -> None:
         raise ConfigError(
             f"{type(module).__name__} cannot be called within full_parameters, because its layers are split over "
-            f"processes ({self.layout}): read and change its parameters there, and call it in a step method."
+            f"processes ({self.layout}). Read and change its parameters there, and call it in a step method."
         )
 
     @property
@@ -942,7 +941,7 @@ def gathered_of(record: Any) -> list[nn.Parameter | None]:
 
 
 def reshard_all(wrapped: nn.Module) -> None:
-    """Free all gathered parameters, also those of a forward that has ended with an error."""
+    """Free all gathered parameters, also after a forward that has ended with an error."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for unit in fsdp_units(wrapped):
@@ -954,8 +953,8 @@ def reshard_all(wrapped: nn.Module) -> None:
 def _computes_in_own_dtype(layer: nn.Module) -> bool:
     """Whether a layer computes with its parameters in their own dtype, also under autocast.
 
-    Torch's norms need that of their statistics, and spectral norm that of its vectors; what other parametrizations
-    compute is no choice of autocast's either.
+    Torch's norms need the dtype of their statistics, and spectral norm the dtype of its vectors; autocast does not
+    choose the dtypes of other parametrizations either.
     """
     return has_statistics(layer) or isinstance(layer, ParametrizationList) or multiplies_buffers(layer)
 

@@ -1,4 +1,4 @@
-"""Have `requires_grad` be one flag of a shard, its gathered parameter, and the parameter from which it was made."""
+"""Share one `requires_grad` between a shard, its gathered parameter, and the parameter before the sharding."""
 
 from __future__ import annotations
 
@@ -23,29 +23,26 @@ _FLAG: Any = torch.Tensor.requires_grad
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 FULL_GRADIENT = (
-    "a parameter that is sharded was given a gradient by hand, which is of the full parameter, and of this process "
-    "alone: leave it to loss.backward() or self.manual_backward, which reduce it, or use strategy 'ddp'."
+    "a sharded parameter was given a gradient by hand, of the full parameter and of this process alone. Leave it to "
+    "loss.backward() or self.manual_backward, which reduce it, or use strategy 'ddp'."
 )
 
 
 class _OneFlag:
-    """A tensor with one `requires_grad` for all that a record has; one without a record, as of a copy, has its own."""
+    """A tensor with one `requires_grad` for all tensors of its record; a copy, without a record, has its own flag."""
 
     __slots__ = ()
 
     @property
     def requires_grad(self) -> bool:
-        record = vars(self).get("record")
-        trains: bool = _FLAG.__get__(self if record is None else record.sharded_param)
+        trains: bool = _FLAG.__get__(getattr(vars(self).get("record"), "sharded_param", self))
         return trains
 
     @requires_grad.setter
     def requires_grad(self, trains: bool) -> None:
         record = vars(self).get("record")
-        full = None if record is None else vars(record).get("_unsharded_param")
-        for one in (self, None if record is None else record.sharded_param, full):
-            if one is not None:
-                _FLAG.__set__(one, trains)
+        for one in (self, getattr(record, "sharded_param", self), getattr(record, "_unsharded_param", self)):
+            _FLAG.__set__(one, trains)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
@@ -73,7 +70,7 @@ class _OneFlag:
 
 
 class WatchedShard(_OneFlag, DTensor):
-    """A sharded parameter whose `requires_grad` is that of the parameter gathered from it, at once.
+    """A sharded parameter that shares its `requires_grad` with the parameter gathered from it.
 
     FSDP2 copies the flag when it gathers, and what is in no block stays gathered for a full step. An optimizer, and
     lists made before that step, have the shards.
@@ -107,7 +104,7 @@ def _dispatch_as_torchs(cls: Any, func: Any, types: Any, args: Any = (), kwargs:
 
 
 class FormerParameter(_OneFlag, nn.Parameter):
-    """A parameter that user code has kept from before the sharding, whose `requires_grad` is that of the shard."""
+    """A parameter that user code has kept from before the sharding; it shares its `requires_grad` with the shard."""
 
 
 class _OneGradient:
@@ -216,9 +213,7 @@ def _with_gathered_inputs(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _gathered(inputs: Any) -> list[torch.Tensor]:
     """Return inputs with full parameters in place of their shards, if they have been gathered."""
-    records = [vars(one).get("record") for one in inputs]
-    full = [vars(record).get("_unsharded_param") if record is not None else None for record in records]
-    return [one if gathered is None else gathered for one, gathered in zip(inputs, full, strict=True)]
+    return [getattr(vars(one).get("record"), "_unsharded_param", one) for one in inputs]
 
 
 def places_of(record: Any) -> list[tuple[nn.Module, str]]:

@@ -246,7 +246,7 @@ def test_two_processes_of_a_program_from_standard_input(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert "standard input" in done.stderr
-    assert "torchrun --nproc-per-node 2" in done.stderr
+    assert "Run the code as a script" in done.stderr
 
 
 UNUSED = """

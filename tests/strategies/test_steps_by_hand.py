@@ -67,7 +67,7 @@ REFUSED = {
     ("LBFGSManual", "FSDP", "*"): "an optimizer that needs full parameters",
     ("LBFGS", "FSDP", "*"): "evaluates the loss several times a step",
     ("LBFGS", "DDP", "*"): "evaluates the loss several times a step",
-    ("BackwardTwice", "DDP", "*"): "averages them over the processes once",
+    ("BackwardTwice", "DDP", "*"): "averages them in the first backward only",
     ("Heads", "DDP x2", "*"): "find_unused_parameters=True",
     ("Experts", "DDP x2", "*"): "find_unused_parameters=True",
     ("Depth", "DDP x2", "*"): "find_unused_parameters=True",

@@ -42,7 +42,7 @@ def describe_leaves(data: Any) -> list[str]:
 
 
 def gather_nested(data: Any, device: torch.device, group: dist.ProcessGroup | None, sync_grads: bool) -> Any:
-    """Return nested `data` with each tensor and number replaced by those of all processes, in the order of ranks.
+    """Return nested `data` with each tensor and number replaced by all processes' values, in the order of ranks.
 
     Collective. Tensors have the same shape on all processes.
 
@@ -110,7 +110,7 @@ def _require_rows(path: str, kinds: Sequence[tuple[Any, ...] | None]) -> None:
 
 
 def _length_and_rows(leaf: Any) -> tuple[Any, ...] | None:
-    """Return the length of a leaf's first dimension, its rows in words, and their shape and dtype."""
+    """Return the length of a leaf's first dimension, a description of its rows, and their shape and dtype."""
     if leaf is None:
         return None
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():

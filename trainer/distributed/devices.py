@@ -25,13 +25,12 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     Raises:
         ConfigError: the name is unknown, or there is no such device.
     """
-    other = _other_accelerator()
-    if accelerator is None or accelerator not in (*ACCELERATORS, other):
-        known = [*ACCELERATORS, *filter(None, [other])]
-        raise unknown_name_error("accelerator", accelerator, known, OTHER_ACCELERATORS)
+    others = _other_accelerators()
+    if accelerator not in (*ACCELERATORS, *others):
+        raise unknown_name_error("accelerator", accelerator, [*ACCELERATORS, *others], OTHER_ACCELERATORS)
     if accelerator == "cpu":
         return "cpu", "cpu: as asked"
-    wanted = {"auto": ("cuda", "mps", "tpu", other), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
+    wanted = {"auto": ("cuda", "mps", "tpu", *others), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
     if "cuda" in wanted and torch.cuda.is_available():
         return "cuda", f"{accelerator}: CUDA devices found: {torch.cuda.device_count()}"
     if "mps" in wanted and torch.backends.mps.is_available():
@@ -41,8 +40,8 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         if device_type is None:
             raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
         return device_type, f"{accelerator}: {reason}"
-    if other is not None and other in wanted:
-        return other, f"{accelerator}: {other} devices of torch.accelerator: {torch.accelerator.device_count()}"
+    if not set(wanted).isdisjoint(others):
+        return others[0], f"{accelerator}: {others[0]} devices of torch.accelerator: {torch.accelerator.device_count()}"
     missing = "no CUDA device found, no MPS"
     if accelerator == "auto":
         return "cpu", f"auto: {missing}"
@@ -52,10 +51,10 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     )
 
 
-def _other_accelerator() -> str | None:
-    """Return the type of the accelerator that torch knows, if it has no name of its own here."""
+def _other_accelerators() -> list[str]:
+    """Return the type of the accelerator that torch knows, if it is not one of `ACCELERATORS`."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device.type if device is not None and device.type not in ACCELERATORS else None
+    return [] if device is None else [*{device.type}.difference(ACCELERATORS)]
 
 
 @cache
@@ -80,8 +79,8 @@ def device_number(local_rank: int, device_ids: Sequence[int] | None, visible: in
     if visible == 1 and device_ids is None:
         return 0
     raise ConfigError(
-        f"the process with local rank {local_rank} is to use GPU {wanted}, and sees {visible}: start as many processes "
-        "on a machine as it has GPUs, and let each process see all of them, or one of its own (CUDA_VISIBLE_DEVICES)."
+        f"the process with local rank {local_rank} is to use GPU {wanted}, and sees {visible}. Start as many processes "
+        "on a machine as it has GPUs, and let each process see all of them, or only its own (CUDA_VISIBLE_DEVICES)."
     )
 
 

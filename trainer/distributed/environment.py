@@ -105,8 +105,8 @@ def _refuse_one_of_several(environ: Mapping[str, str]) -> None:
         if any(map(environ.get, mpi.names[0])) and (rank > mpi.first or size > 1):
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             raise ConfigError(
-                f"{_list(given)} set, but not rank, size, local rank and local size: one of several processes, each of "
-                f"which would train alone. Start with torchrun, or have {mpi.start} start `trainer launch` on each "
+                f"{_list(given)} set, but not all of rank, size, local rank and local size, so that each of several "
+                f"processes would train alone. Start with torchrun, or have {mpi.start} start `trainer launch` on each "
                 f"machine, or unset them (unset {' '.join(given)}) to run as a single process."
             )
 
@@ -145,9 +145,8 @@ def _place(environ: Mapping[str, str], names: Sequence[str]) -> tuple[int, int, 
     rank, size, local_rank, local_size = (_integer(environ, name) for name in names)
     if not (local_rank <= rank < size and local_rank < local_size <= size):
         raise ConfigError(
-            f"{_list({name: environ[name] for name in names})} contradict each other: ranks are counted from 0 and "
-            "are smaller than sizes, and what is counted on one machine is not larger than what is counted on all. "
-            f"{_HOW}"
+            f"{_list({name: environ[name] for name in names})} contradict each other: ranks are from 0 and smaller "
+            f"than sizes, and local ranks and sizes are not larger than global ones. {_HOW}"
         )
     return rank, size, local_rank, local_size
 
@@ -206,8 +205,8 @@ class _Mpi:
         address = environ.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else "")
         if not address:
             raise ConfigError(
-                f"{self.start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set: give "
-                "all of them the name of the machine with rank 0, and a port of it: export MASTER_ADDR=node1 "
+                f"{self.start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set. Give "
+                "all of them the name of the machine with rank 0, and one of its ports: export MASTER_ADDR=node1 "
                 f"MASTER_PORT=29500 before {self.start} (mpirun -x MASTER_ADDR -x MASTER_PORT with Open MPI)."
             )
         port = _port(environ, _port_of_job(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
@@ -232,15 +231,11 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     rank, local_rank, node = (_integer(environ, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(size)
     counts = slurm.tasks_per_node(tasks)
-    if node >= len(counts) or sum(counts) != size:
+    if node >= len(counts) or sum(counts) != size or rank != sum(counts[:node]) + local_rank:
         raise ConfigError(
-            f"SLURM_NODEID={node} and SLURM_STEP_NUM_TASKS={size} do not fit SLURM_STEP_TASKS_PER_NODE={tasks}: they "
-            "are not of one step. Start with srun, which sets all of them."
-        )
-    if rank != sum(counts[:node]) + local_rank:
-        raise ConfigError(
-            f"SLURM_PROCID={rank} is task {local_rank} of node {node}: the tasks are not in the order of the nodes. "
-            "Start with srun --distribution=block."
+            f"SLURM_PROCID={rank}, SLURM_LOCALID={local_rank} and SLURM_NODEID={node} are not a task of a step with "
+            f"SLURM_STEP_NUM_TASKS={size} and SLURM_STEP_TASKS_PER_NODE={tasks}, counted in the order of the nodes. "
+            "Start with srun --distribution=block, which sets all of them."
         )
     port = _port(environ, _port_of_job(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"))
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
@@ -266,8 +261,8 @@ def _kubeflow(environ: Mapping[str, str]) -> Environment | str:
     one_process = environ.get("PET_NPROC_PER_NODE", "1") in ("1", "auto", "cpu", "gpu")
     if not all(given.values()) or given["WORLD_SIZE"] != pods[1] or not one_process:
         raise ConfigError(
-            f"this pod is one of several (PET_NNODES={pods[0]}), and {_list(given)} are not those of one process in "
-            "each: start with `trainer launch` or `torchrun`, which read the variables: `trainer launch train.py`."
+            f"this pod is one of several (PET_NNODES={pods[0]}), and {_list(given)} are not the variables of one "
+            "process in each. Start with `trainer launch train.py`, which reads PET_NNODES and the like."
         )
     rank, size, _, _ = _place({**environ, "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}, [mpi[0] for mpi in _DEEPSPEED.names])
     return Environment(rank, 0, size, 1, rank, size, "Kubeflow", environ["MASTER_ADDR"], _port(environ))

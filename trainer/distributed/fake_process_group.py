@@ -1,4 +1,4 @@
-"""Stand in for one of many processes with torch's fake process group, in which nothing is sent."""
+"""Stand in for one of many processes with torch's fake process group, which sends nothing."""
 
 from __future__ import annotations
 

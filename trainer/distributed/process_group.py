@@ -193,7 +193,7 @@ def broadcast_into(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
         if stride == 0:  # of `expand`: one element in several places
             own = own.narrow(dim, 0, min(1, own.shape[dim]))
     if own.numel() and dist.get_world_size(group) > 1:
-        # As bytes: gloo knows few dtypes. What is sent is a tensor's memory from its first element on, without gaps.
+        # As bytes: gloo knows few dtypes. The message is a tensor's memory from its first element on, without gaps.
         dense = own.contiguous()
         dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)
         if dense.data_ptr() != own.data_ptr():
@@ -208,7 +208,7 @@ def _checked_size(size: torch.Tensor) -> int:
 
 
 _CALLER_BYTES = 96
-"""Length of the name of the calling function, with which a message begins."""
+"""Length of the name of the calling function, which begins a message."""
 
 
 def _message(value: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ ATTEMPT = "TRAINER_ATTEMPT"
 """Environment variable: the attempt of the run that this process belongs to; the same in all processes."""
 _MISSING_NOTICE_S = 30.0
 _DUPLICATE_RANK_TIMEOUT_S = 1.0
-"""Seconds in which the program at the port has to answer, or it is not one of this run."""
+"""Seconds within which the program at the port has to answer, or it does not belong to this run."""
 _STORE_GRACE_S = 1.0
 """Seconds for which rank 0, which hosts the store, lets the other ranks read an error."""
 _REFUSED = "trainer/refused"

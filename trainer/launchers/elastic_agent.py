@@ -22,7 +22,7 @@ from trainer.launchers.logs import Logs
 from trainer.launchers.restarts import BEGUN, STOPPED
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""Seconds in which the other processes have to end by themselves after one has failed."""
+"""Seconds that the other processes have to end after one has failed."""
 _STOP_TIMEOUT_S = 30
 """The same after an agreed stop, when everything is saved and only the end of the script remains."""
 _STORE_TIMEOUT_S = _STOP_TIMEOUT_S + 10
@@ -79,7 +79,7 @@ class Agent(LocalElasticAgent):
         self.signalled: signal.Signals | None = None
         """The latest signal that the launcher received: nothing is restarted after one."""
         self.starting = False
-        """True while processes are started, some of which may run before their numbers are known."""
+        """True while processes are started; some may run before their numbers are known."""
         self.failed_ranks: dict[int, int] = {}
         """Exit codes by rank of the processes that failed first, without those ended because of them."""
         self._errors: dict[int, str] = {}

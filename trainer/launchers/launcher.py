@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KILL_AFTER_S = 10.0
-"""Seconds in which the processes have to end themselves after the third SIGTERM, with their stacks."""
+"""Seconds that the processes have to end themselves after the third SIGTERM, with their stacks."""
 
 
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
@@ -53,9 +53,8 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     if why_not is not None:
         raise ConfigError(
             f"devices={num_processes} with max_restarts={max_restarts} starts this program again, which is not "
-            f"possible: {why_not}. Put the code into a script and run `python script.py`, or start it with `torchrun "
-            f"--nproc-per-node {num_processes} script.py`; in a notebook, put it into a function and call "
-            f"trainer.launch(function, devices={num_processes}); or use devices=1."
+            f"possible: {why_not}. Run the code as a script, or, in a notebook, as a function by "
+            f"trainer.launch(function, devices={num_processes})."
         )
     if device_type == "tpu":
         share_chips(num_processes)
@@ -163,7 +162,7 @@ def program_of(arguments: Sequence[str]) -> tuple[str, str]:
 def die_with_parent() -> None:
     """Have this process killed when the launcher that started it dies, however it dies (Linux only).
 
-    The agent starts each process in a session of its own, where nothing else would end it. Call this early. Does
+    The agent starts each process in a separate session, where nothing else would end it. Call this early. Does
     nothing in processes that our launcher did not start directly.
     """
     launcher = int(os.environ.get(LAUNCHED, "0"))
@@ -182,7 +181,7 @@ class _SignalForwarder:
         self._agent = agent
         self._received: Counter[int] = Counter()
         self.ended_by: signal.Signals | None = None
-        """The signal with which processes were killed that did not stop."""
+        """The signal that killed processes that did not stop."""
         self.interrupted = False
         """True after a SIGINT that came before any failure: processes that Python still starts then end with 1."""
 

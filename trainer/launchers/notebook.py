@@ -29,7 +29,7 @@ from trainer.launchers.restarts import LAUNCHED
 T = TypeVar("T")
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""Seconds in which the other processes have to end after one has failed."""
+"""Seconds that the other processes have to end after one has failed."""
 
 
 class WorkerError(TrainerError):
@@ -77,11 +77,8 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
         for end in ends:
             end.close()
         results = _wait(processes, [end for end, _ in pipes])
-    except KeyboardInterrupt:
-        _end(processes, math.inf)
-        raise
-    except BaseException:
-        _end(processes, _SHUTDOWN_TIMEOUT_S)
+    except BaseException as error:
+        _end(processes, math.inf if isinstance(error, KeyboardInterrupt) else _SHUTDOWN_TIMEOUT_S)
         raise
     finally:
         for end, _ in pipes:
@@ -139,11 +136,9 @@ def _require_fork() -> None:
         _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status):
         raise ConfigError(
-            "launch() cannot start processes here: CUDA has been used in this process (a tensor or a model was moved "
-            "to a GPU, or it was asked for its devices: by torch.cuda.is_available(), or by a Trainer made here), and "
-            "cannot be used in a fork. Begin again in a fresh kernel, and do everything on the GPU inside the "
-            "function; set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python starts to ask without harm; or put the code "
-            "into a script with Trainer(devices=...)."
+            "launch() cannot start processes here: CUDA has been used in this process, by a tensor, a model, a Trainer "
+            "or torch.cuda.is_available(), and cannot be used in a fork. Begin in a fresh kernel, and use CUDA only in "
+            "the function, or put the code into a script with Trainer(devices=...)."
         )
 
 

@@ -283,8 +283,7 @@ def build_module(
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
     gather_to_save(run)
     if run.config.compilation is not None:
-        trained = (lambda: run.progress.step) if training else None
-        cleanup.callback(start_compiling(module, run.config.compilation, trained))
+        cleanup.callback(start_compiling(module, run.config.compilation, lambda: run.progress.step))
     if pretrained is not None:
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)

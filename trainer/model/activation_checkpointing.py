@@ -21,7 +21,7 @@ def enable_activation_checkpointing(
 
     Results, gradients, torch's random numbers (dropout), and what blocks count, keep and change beside their output are
     bit-identical to those without; names in `state_dict()` and `named_parameters()` stay. Works before and after the
-    module is wrapped. Blocks that are checkpointed already stay as they are.
+    module is wrapped. Blocks that are checkpointed already stay unchanged.
 
     Args:
         module: changed in place, until `disable_activation_checkpointing(module)`.
@@ -61,13 +61,13 @@ def compile_block(block: nn.Module, options: Mapping[str, Any]) -> list[nn.Modul
     """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone.
 
     Returns:
-        The module, and blocks in it that are compiled by themselves.
+        The module, and blocks in it that are compiled separately.
     """
     forwards = {child: vars(child).get("forward") for child in block.modules()}
     apart = {child: one for child, one in forwards.items() if isinstance(one, _Recomputed) and one.around_graphs}
     for child, forward in apart.items():
         forward.compiled = torch.compile(forward.run, **options)
-        child._compiled_call_impl = child._call_impl  # by which all see that it is compiled
+        child._compiled_call_impl = child._call_impl  # marks it as compiled
     if block not in apart:
         block.compile(**options)
     return [block, *apart]
@@ -84,7 +84,7 @@ def disable_activation_checkpointing(module: nn.Module) -> None:
 
 
 class _Recomputed:
-    """The `forward` of a checkpointed block. Module hooks, such as those of FSDP and DDP, run once, outside of it.
+    """The `forward` of a checkpointed block. Module hooks, such as FSDP's and DDP's, run once, outside of it.
 
     An object instead of a closure, so that a deep copy of the block calls the copy.
     """

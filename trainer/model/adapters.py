@@ -48,7 +48,7 @@ def without_adapters(module: nn.Module, names: Iterable[str]) -> dict[str, str |
 
 
 def options_made_of_weights(module: nn.Module) -> list[str]:
-    """Name the options of PEFT by which adapters are computed from the weights that a model has when they are added."""
+    """Name the options of PEFT that compute adapters from the weights that a model has when they are added."""
     found = []
     for model in module.modules():
         for config in _configs(model).values():

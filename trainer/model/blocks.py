@@ -59,7 +59,7 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
 
 
 def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks that share no parameter with the rest of the module: each can be sharded by itself."""
+    """Return the blocks that share no parameter with the rest of the module, so that each can be sharded alone."""
     owners = _number_of_owners(module)
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
 
@@ -78,10 +78,10 @@ def without_caches(arguments: Any) -> Any:
 
     A block adds its keys to the cache, so that a second forward, on the same or other tokens, would attend to both.
     """
-    transformers = sys.modules.get("transformers")
+    cache = getattr(sys.modules.get("transformers"), "Cache", ())
 
     def kept(value: Any) -> Any:
-        return None if transformers is not None and isinstance(value, transformers.Cache) else value
+        return None if isinstance(value, cache) else value
 
     if isinstance(arguments, dict):
         return {name: kept(value) for name, value in arguments.items()}
@@ -140,7 +140,7 @@ def _elements(parameter: nn.Parameter) -> int:
 
 
 def _large(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield submodules with at least `minimum` parameters that are in no `taken` module and no one below."""
+    """Yield submodules with at least `minimum` parameters outside of the modules below them and of `taken` modules."""
     covered = {id(parameter) for block in taken for parameter in block.parameters()}
     for name, child in _submodules(module):
         rest = {id(p): _elements(p) for p in child.parameters() if id(p) not in covered}
@@ -175,20 +175,19 @@ def class_of(module: nn.Module) -> type:
     FSDP2 gives sharded modules a subclass `FSDP<name>`, and torch gives modules with parametrizations one, too.
     """
     cls = type(module)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(module, fsdp.FSDPModule) and cls.__bases__[:1] == (fsdp.FSDPModule,):
+    if cls.__bases__[0] is getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None):
         cls = cls.__bases__[1]
     return cls.__bases__[0] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 
 def _list_classes(module: nn.Module) -> str:
     """Return the classes of the submodules, those with most parameters first."""
-    counts = Counter(class_of(child).__name__ for _, child in _submodules(module))
-    sizes: Counter[str] = Counter()
+    counts, sizes = Counter[str](), Counter[str]()
     for _, child in _submodules(module):
+        counts[class_of(child).__name__] += 1
         sizes[class_of(child).__name__] += _size(child)
     shown = first_of((f"{name} ({counts[name]})" for name, _ in sizes.most_common()), 20)
-    return f"The classes of its submodules, with how many there are of each: {shown or 'none'}."
+    return f"The classes of its submodules, each with its count: {shown or 'none'}."
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_apart(module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
-    """Whether a module is in no block and has none in it."""
+    """Return whether a module is not in a block and contains no block."""
     within = {id(child) for block in blocks for child in block.modules()}
     return within.isdisjoint(map(id, module.modules()))
 
@@ -249,7 +248,7 @@ def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
 
     Args:
         plain: groups of plain layers in a list, as in an MLP; else of modules with children. In a ModuleList one of
-            these is enough, because a list is meant to repeat. Lists of blocks are no blocks.
+            these is enough, because a list is meant to repeat. Lists of blocks are not blocks.
     """
     is_list = isinstance(parent, LISTS)
     if plain and not is_list:
@@ -265,9 +264,8 @@ def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
 
 
 def _are_lists(group: list[nn.Module], in_list: bool) -> bool:
-    """Whether the members of a group are lists, in a list those of blocks."""
-    of_blocks = not in_list or any(_groups(member, False) for member in group)
-    return isinstance(group[0], LISTS) and of_blocks
+    """Return whether the members of a group are lists; in a list, whether they are lists of blocks."""
+    return isinstance(group[0], LISTS) and (not in_list or any(_groups(member, False) for member in group))
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -67,13 +67,10 @@ def read_compile(setting: CompileSetting) -> Compilation | None:
 
 
 def _parse(setting: bool | str | Mapping[str, Any]) -> Compilation:
-    if isinstance(setting, Mapping):
-        options = dict(setting)
-        blocks = options.pop("blocks", False)
-        return Compilation(options, "auto" if blocks is True else blocks or None)
-    if setting == "blocks":
-        return Compilation({}, "auto")
-    return Compilation({"mode": setting} if isinstance(setting, str) else {})
+    words: dict[bool | str, Mapping[str, Any]] = {True: {}, "blocks": {"blocks": True}}
+    options = dict(setting if isinstance(setting, Mapping) else words.get(setting, {"mode": setting}))
+    blocks = options.pop("blocks", False)
+    return Compilation(options, "auto" if blocks is True else blocks or None)
 
 
 def compile_problems(setting: Any) -> list[str]:
@@ -94,18 +91,15 @@ def compile_problems(setting: Any) -> list[str]:
 def _nothing() -> None: ...
 
 
-def start_compiling(
-    module: nn.Module, compilation: Compilation, steps_done: Callable[[], int] | None = None
-) -> Callable[[], None]:
+def start_compiling(module: nn.Module, compilation: Compilation, steps_done: Callable[[], int]) -> Callable[[], None]:
     """Compile the module, and return a function that undoes it.
 
     Args:
-        steps_done: returns the steps of training so far; None: the run does not train.
+        steps_done: returns the steps of training so far.
     """
-    compiled = compile_in_place(module, compilation)
+    compiled, before = compile_in_place(module, compilation), steps_done()
     leaves_graphs = compilation.reuses_memory or any(part is module for part in compiled)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
-    before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
         for part in compiled:
@@ -113,10 +107,10 @@ def start_compiling(
         if undo_methods is not None:
             undo_methods()
         # Where layers are split over processes, the first step runs uncompiled, to be checked.
-        if compiled and steps_done is not None and steps_done() > before + 1 and compilations() == 0:
+        if compiled and steps_done() > before + 1 and compilations() == 0:
             log.warning(
-                "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
-                "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",
+                "compile= had no effect: the steps of %s called no compiled forward. Call modules as in self.net(x); "
+                "other methods, such as self.net.encode(x), are not compiled.",
                 type(module).__name__,
             )
 
@@ -126,7 +120,7 @@ def start_compiling(
 def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
     """Make the parts of `module` compile at their first call, and return these parts.
 
-    Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
+    Names, weights and parts that the user has compiled stay unchanged. A module whose `forward` is torch's own
     (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
     Dynamo skips torch's files.
 
@@ -140,8 +134,8 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
     else:
         log.warning(
-            "compile= finds nothing to compile in %s: it needs a class with a forward of its own, of the module or a "
-            "submodule. torch.compile skips TorchScript, modules whose forward is torch's own, and training_step.",
+            "compile= finds nothing to compile in %s: torch.compile skips TorchScript, the forward of torch's modules, "
+            "and training_step. Define forward in the module or a submodule.",
             kind,
         )
     return compiled

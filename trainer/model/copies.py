@@ -14,11 +14,11 @@ from trainer.model.reachable import is_filled, walk
 
 Copied = TypeVar("Copied")
 _DEPTH = 5
-"""Levels of objects in objects in which functions are looked for."""
+"""Levels of objects in objects that are searched for functions."""
 
 
 def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
-    """Return a deep copy of a module or another object, in which closures and hooks have copies, too.
+    """Return a deep copy of a module or another object, with copies of closures and hooks.
 
     `copy.deepcopy` shares functions, also those that hold the module in their closure, and drops the hooks and
     attributes of parameters.

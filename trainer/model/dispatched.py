@@ -39,11 +39,10 @@ def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: 
             "'deepspeed_stage_3' (init_device='mixed' or 'meta', and fit(weights=...))."
         )
     if shards or converts:
-        by = f"strategy {strategy!r} would shard them" if shards else "the precision would convert them"
         raise ConfigError(
-            f"{what}: a forward brings its weights where they are computed with, and {by}. Use "
-            "strategy='single_device' with devices=1, and give the dtype where they are loaded: "
-            "load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)."
+            f"{what}: a forward brings its weights to the devices that need them, but strategy {strategy!r} would "
+            "shard, or the precision convert them. Use strategy='single_device' with devices=1 and precision='32-true' "
+            "and give the dtype to the loading: load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)."
         )
 
 
@@ -53,7 +52,7 @@ def _outside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
-    """Move what belongs to no dispatched model."""
+    """Move the parameters and buffers outside of dispatched models."""
     for child in _outside(module):
         for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
             tensor.data = tensor.data.to(device)

@@ -38,13 +38,13 @@ def slots_of(module: nn.Module, root: nn.Module) -> list[ParameterSlot]:
     """Return the slots of the parameters of `module`, by their names in the state_dict of `root`.
 
     Raises:
-        ConfigError: `module` is no part of `root`.
+        ConfigError: `module` is not a part of `root`.
     """
     inside = {id(child) for child in module.modules()}
     if all(child is not module for child in root.modules()):
         raise ConfigError(
-            f"full_parameters of a {type(module).__name__} that is no part of {type(root).__name__}, the module of the "
-            "run: give that, or one of its submodules."
+            f"full_parameters of a {type(module).__name__} that is not a part of {type(root).__name__}, the module of "
+            "the run: give that, or one of its submodules."
         )
     return [
         ParameterSlot(f"{prefix}.{key}".removeprefix("."), owner, key)
@@ -98,7 +98,7 @@ class Block:
         """
         gradients = torch.is_grad_enabled() and not self._write
         try:
-            # What is made in inference mode could not be trained afterwards.
+            # Tensors that are made in inference mode could not be trained afterwards.
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 yield
         except BaseException:

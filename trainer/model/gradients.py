@@ -1,9 +1,9 @@
-"""Norms of gradients, and gradients that are sparse."""
+"""Norms of gradients, sparse gradients, and tensors that can have one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -27,6 +27,11 @@ def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
     instead = torch.empty_like(values, requires_grad=True)
     instead.grad = values
     return instead
+
+
+def takes_gradient(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor of real or complex floating-point numbers."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def is_sparse(layer: Any) -> bool:

@@ -62,5 +62,5 @@ def processing_files(owners: Iterable[object]) -> dict[str, str]:
 
 
 def is_processing_file(name: str) -> bool:
-    """Whether a name is that of a text file that comes with a model, and none of the model's own."""
+    """Whether a name is of a text file that comes with a model, other than the model's own files."""
     return re.fullmatch(r"(?!config|generation_config|model)[a-z0-9_]{1,60}\.(json|txt|jinja)", name) is not None

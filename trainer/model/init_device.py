@@ -15,12 +15,13 @@ from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup, broadcast_into
 from trainer.errors import ConfigError, first_of
+from trainer.model.gradients import takes_gradient
 
 log = logging.getLogger("trainer")
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
-"""Methods without arguments by which modules initialize their parameters; the last one is that of torch's attention."""
+"""Methods without arguments that initialize a module's parameters; the last one belongs to torch's attention."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,8 +47,8 @@ def refuse_meta_tensors(module: nn.Module) -> None:
 def _without_values(module: nn.Module, names: list[str]) -> str:
     return (
         f"{type(module).__name__}: {first_of(names)}: on the meta device, without values. Build the layers in "
-        "configure_model, without init_empty_weights() or torch.device('meta'). What does not fit into memory: "
-        "strategies 'fsdp' and 'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
+        "configure_model, without init_empty_weights() or torch.device('meta'); a large model under strategy 'fsdp' or "
+        "'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
     )
 
 
@@ -210,11 +211,11 @@ def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
 
 
 def _unset(shape: torch.Tensor) -> torch.Tensor:
-    mark = math.nan if shape.is_floating_point() or shape.is_complex() else 0
+    mark = math.nan if takes_gradient(shape) else 0
     return torch.full(shape.shape, mark, dtype=shape.dtype, device="cpu")
 
 
 def _is_unset(value: torch.Tensor, before: torch.Tensor, version: int) -> bool:
-    if value.is_floating_point() or value.is_complex():
+    if takes_gradient(value):
         return bool(value.isnan().any())
     return value is before and value._version == version and not value.any()

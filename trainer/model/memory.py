@@ -158,7 +158,7 @@ class Layout:
     by_machine: bool = False
     """Shard over the processes of one machine only."""
     readers: int | None = None
-    """Readers to shard over; None: all, or those of one machine."""
+    """Readers to shard over; None: all, or the readers of one machine."""
     keep_gathered: bool = False
     """Keep weights gathered from the forward to the backward."""
     reduce_each: bool = False
@@ -221,7 +221,7 @@ class Stage(NamedTuple):
     number: int
     is_last: bool
     size: ModelSize
-    """The weights with which a process of the stage computes."""
+    """The weights that a process of the stage computes with."""
 
 
 def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
@@ -250,7 +250,7 @@ def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
 
 
 def _parts(weights: Sequence[Weight], layout: Layout, setup: Setup) -> list[Weight]:
-    """Return the parts of weights with which the first process of a stage computes."""
+    """Return the parts of weights that the first process of a stage computes with."""
     sharing, found = layout.sharing(setup), []
     for weight in weights:
         parts = layout.tensor * layout.expert if weight.experts else layout.tensor if weight.is_matrix else 1

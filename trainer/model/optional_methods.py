@@ -1,4 +1,4 @@
-"""OptionalMethods: the methods that the trainer calls, of which a module or data module defines those that it needs."""
+"""OptionalMethods: the methods that the trainer calls; a module or data module defines the ones that it needs."""
 
 from __future__ import annotations
 
@@ -62,11 +62,8 @@ class OptionalMethods:
 
     def overrides(self, name: str) -> bool:
         """Return True if the subclass (or this object) defines the method `name`, and not as None."""
-        default, own = getattr(self._base, name, None), vars(self).get(name)
-        if isinstance(own, partial) and own.func is default:
-            return False
-        mine = own if name in vars(self) else getattr(type(self), name, None)
-        return mine is not None and mine is not default
+        mine = vars(self).get(name, getattr(type(self), name, None))
+        return getattr(mine, "func", mine) not in (None, getattr(self._base, name, None))  # see __setattr__
 
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""

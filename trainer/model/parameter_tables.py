@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ParameterTables:
-    """The parameters and submodules of a module, compared by identity in the tables in which torch keeps them.
+    """The parameters and submodules of a module, compared by identity in torch's own tables.
 
     Going through `module.parameters()` would cost several times as much.
     """

@@ -26,7 +26,7 @@ def _cut_blocks(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def _last_cut(sums: list[int], before: dict[int, _Cut], first: int, end: int) -> _Cut:
-    """Return the best cut of the blocks up to `end`, from those of one stage less, which end at `first` or later."""
+    """Return the best cut of the blocks up to `end`, from the cuts of one stage less that end at `first` or later."""
     found: _Cut | None = None
     for start in range(min(end - 1, max(before)), first - 1, -1):
         last = sums[end] - sums[start]

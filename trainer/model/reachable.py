@@ -97,9 +97,9 @@ def is_users(one: Any) -> bool:
 
 
 def keep_attributes_of(one: Any, other: Any) -> None:
-    """Give a copy of a container the attributes that copying has not kept: of a subclass, or made anew by an init."""
+    """Give a copy of a container the attributes that copying lost: of a subclass, or set again by an `__init__`."""
     if isinstance(one, (list, deque, dict)):
-        vars(other).update(vars(one)) if hasattr(one, "__dict__") else None
+        getattr(other, "__dict__", {}).update(getattr(one, "__dict__", {}))
         return
     for name, value in attributes(one).items():
         if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
@@ -181,7 +181,7 @@ class OwnGenerator:
 
 @cache
 def generator_kinds() -> tuple[type, ...]:
-    """Return the classes of random generators; not as a constant, with which numpy.random would be imported early."""
+    """Return the classes of random generators; not as a constant, which would import numpy.random early."""
     return torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 
 
@@ -212,7 +212,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def functions_of(value: Any) -> list[FunctionType]:
-    """Return a function of a class, or those of a static method, a property and the like."""
+    """Return a function of a class, or the functions in a static method, a property and the like."""
     of_wrapper = [getattr(value, name, None) for name in _WRAPPED] if isinstance(value, WRAPPERS) else [value]
     return [one for one in of_wrapper if isinstance(one, FunctionType)]
 
@@ -347,7 +347,7 @@ def walk(
 ) -> list[tuple[str, Any]]:
     """Return the objects of some kinds inside named values, each once, with the way to it, such as "sampler.noise".
 
-    Inside are items, attributes, those of users' classes, and what functions enclose.
+    Inside are items, attributes, attributes of users' classes, and values that functions enclose.
 
     Args:
         depth: levels of objects in objects that are looked through.
@@ -426,7 +426,7 @@ class Held:
         states = [one.get_state() for one in self.generators]
         other = {key: copy.clone() for key, copy in self._copies.items()}
         before = [{name: other.get(id(one), one) for name, one in entries.items()} for entries in self._before]
-        self._put(before if other else self._before)
+        self._put(before)
         self._set_states(self._states)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Layers and parameters that some strategies cannot train, in words; and memory that none can use as it is."""
+"""Describe layers and parameters that some strategies cannot train, and convert memory that no strategy can use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHANGE_GRADIENTS = (
 
 
 def unsupported(module: nn.Module, strategy: str, *kinds: str) -> list[str]:
-    """Return a problem for each of these kinds, the keys of `KINDS`, of which the module has layers or parameters."""
+    """Return a problem for each of these kinds, the keys of `KINDS`, if the module has such layers or parameters."""
     problems = []
     for kind in kinds:
         find, cannot, advice = KINDS[kind]
@@ -105,7 +105,7 @@ def use_contiguous_parameters(module: nn.Module) -> None:
 
 
 def use_separate_elements(module: nn.Module) -> None:
-    """Give each element of a persistent buffer memory of its own; what shares it, by `expand`, cannot be loaded."""
+    """Give each element of a persistent buffer separate memory; elements shared by `expand` cannot be loaded."""
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
             persistent = name not in layer._non_persistent_buffers_set

@@ -1,4 +1,4 @@
-"""Load weights by name, also into a module of which this process holds parts."""
+"""Load weights by name, also into a module that is distributed over processes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
 def with_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return weights by name; of a quantized one, which no format of files knows, the tensors that it is made of.
 
-    Their names are those of torchao's attributes: `layer.weight.qdata`, `layer.weight.scale`.
+    Their names follow torchao's attributes: `layer.weight.qdata`, `layer.weight.scale`.
     """
     return dict(chain.from_iterable(parts_of(name, value) for name, value in state.items()))
 
@@ -147,7 +147,7 @@ def _load_parts(module: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str
 
 
 class SettingParts(TorchFunctionMode):
-    """Within the block `load_state_dict` sets tensors of which this process holds a part as if they were full.
+    """Has `load_state_dict` in the block set distributed tensors as if they were full.
 
     So all that torch calls is called as on one process: hooks of `load_state_dict`, and overrides of
     `_load_from_state_dict`, which see full values.
