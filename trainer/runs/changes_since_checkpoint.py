@@ -16,7 +16,7 @@ from trainer.runs.compare_ranks import differences, listed
 from trainer.runs.facts import DTYPE, GROUPS, FactGroup, Facts, facts_of_call, facts_of_data
 
 if TYPE_CHECKING:
-    from trainer.loop.run import Run
+    from trainer.loop.run import Run, Session
 
 log = logging.getLogger("trainer")
 
@@ -113,7 +113,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
             "changed since %s was written:%s\nIf that is intended, %s silences this warning.",
             run.resumed_from,
             printable(_listed(changed)),
-            _allowing(run, list(changed)),
+            _allowing(run.session, list(changed)),
         )
 
 
@@ -180,7 +180,7 @@ def _refusal(
             f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "
             f"{run.progress.batch} of epoch {run.progress.epoch}), so that samples would be used twice in it, or "
             f"not at all:{_listed(changed)}\nGive the same data, or resume from a checkpoint written at the end of an "
-            f"epoch. To continue anyway: {_allowing(run, broken)}."
+            f"epoch. To continue anyway: {_allowing(run.session, broken)}."
         )
     kinds = [facts.get("schedulers", {}).get("schedulers") for facts in (saved, now)]
     if "schedulers" in changed and kinds[0] != kinds[1]:
@@ -188,14 +188,14 @@ def _refusal(
             f"the checkpoint {run.resumed_from} holds the states of {kinds[0]}, but configure_optimizers returned "
             f"{kinds[1]}, whose options they would replace. Use the same schedulers to resume, or "
             "load_from_checkpoint to start a new training from these weights. To continue anyway: "
-            f"{_allowing(run, ['schedulers'])}."
+            f"{_allowing(run.session, ['schedulers'])}."
         )
     cut = [] if "module" in allowed else _cut_off(saved.get("module", {}), now.get("module", {}), checkpoint["model"])
     if cut:
         return (
             f"the checkpoint {run.resumed_from} has values that would be cut off by the module's dtypes: "
             f"{first_of(cut)}. Give the module the dtypes of the checkpoint. To continue anyway: "
-            f"{_allowing(run, ['module'])}."
+            f"{_allowing(run.session, ['module'])}."
         )
     return None
 
@@ -236,11 +236,11 @@ def _facts_of_same_callbacks(run: Run, checkpoint: Mapping[str, Any], saved: Map
     return {f"{keys[key]}.{option}": text for (key, _, option), text in split.items() if key in keys}
 
 
-def _allowing(run: Run, names: list[str]) -> str:
+def _allowing(session: Session, names: list[str]) -> str:
     """Return what to type so that a run may differ in these."""
-    if run.session.config_text is None:
+    if session.config_text is None:
         return f"fit(..., allow_changes={names})"
-    option = run.session.argument("allow_changes", names)
+    option = session.argument("allow_changes", names)
     return f"{option}, or allow_changes: [{', '.join(names)}] in the configuration"
 
 
