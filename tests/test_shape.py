@@ -454,10 +454,6 @@ def test_a_helper_that_needs_one_value_takes_it() -> None:
     assert found_in(names, takes_the_trainer_for_one_value) == {}
 
 
-THE_USERS_NAMES = {"_check_constructed"}
-"""Private methods of classes whose other names are the user's."""
-
-
 def private_names_of_other_files(sources: dict[str, str]) -> list[str]:
     """Return the private attributes and methods that a class overrides of a class in another file."""
     homes: dict[str, str] = {}

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.stops import Crash
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
-from trainer import Callback, ConfigError, Trainer
+from trainer import ConfigError, Trainer
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 
 
@@ -165,20 +166,6 @@ def test_hyperparameters() -> None:
     trainer.fit(WithHyperparameters(), loader(1))
     written = json.loads((trainer.run_dir / "hparams.json").read_text())
     assert written["module"] == {"lr": 0.5, "sizes": [1, 2]}
-
-
-class Crash(Callback):
-    """A callback that ends the run with an error right after a complete step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.on_validation_start(trainer, module)
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("crash")
 
 
 def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import assert_same_bits
+from tests.helpers.stops import StopsAt
 from tests.helpers.toy import quiet
 from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
@@ -97,15 +98,6 @@ def test_as_by_hand(tmp_path: Path) -> None:
 def counted(module: TrainModule) -> dict[str, torch.Tensor]:
     """Return the numbers of batches that BatchNorms have seen, which are those of the training."""
     return {name: value for name, value in module.state_dict().items() if "num_batches" in name}
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_step == self.step:
-            trainer.stop("enough")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.stops import Crash
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
@@ -39,20 +40,6 @@ def read(folder: Any) -> Any:
 def curves(folder: Any) -> dict[str, list[tuple[int, float]]]:
     events = read(folder)
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-class Crash(Callback):
-    """A callback that ends the run with an error right after a complete step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.on_validation_start(trainer, module)
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("crash")
 
 
 def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.test_tensorboard import Crash
+from tests.helpers.stops import Crash
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import Callback, ConfigError

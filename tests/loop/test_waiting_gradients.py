@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.processes import run_distributed
+from tests.helpers.stops import StopsAt
 from tests.helpers.toy import quiet
 from trainer import Callback, Trainer, TrainModule
 from trainer.checkpoint.format import read_checkpoint
@@ -40,15 +41,6 @@ class Accumulates(TrainModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.first.parameters(), lr=0.05), torch.optim.SGD(self.second.parameters(), lr=0.1)
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_step == self.step:
-            trainer.stop("enough")
 
 
 def train(folder: str, way: str, stops: tuple[int, ...], devices: int = 1, strategy: str = "auto") -> list[Any]:
