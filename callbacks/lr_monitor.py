@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rates that a step or an epoch uses.
+    """Log the learning rates with which a step or an epoch is made.
 
-    A rate has its scheduler's `name`, or else `lr-<optimizer class>`. Several optimizers of one class are numbered,
-    those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"` (`lr-Adam/body`), or its
-    number if there are several groups (`lr-Adam/pg1`); groups of the same name get both (`lr-Adam/body-pg1`).
+    A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
+    numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
+    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
 
     Without a logger, the rates are in `trainer.callback_metrics` only.
 
     Args:
-        logging_interval: "step": log every `log_every_n_steps`; "epoch": log every epoch's first rate. Default: log as
-            often as the scheduler steps.
-        log_momentum: also log the momentum (beta 1 of Adam; 0 without one), as `<name>-momentum`.
-        log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
+        logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
+            as its scheduler steps.
+        log_momentum: log the momentum (beta 1 of Adam; 0 without one) too, as `<name>-momentum`.
+        log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
     Raises:
-        ConfigError: `logging_interval` is not valid.
+        ConfigError: `logging_interval` is something else; or, at the start of training, two parameter groups of an
+            optimizer have one name.
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted, self._logged = {}, set()
+        for optimizer in trainer.optimizers:
+            names = [group["name"] for group in optimizer.param_groups if "name" in group]
+            if len(names) > len(set(names)):
+                raise ConfigError(f"LearningRateMonitor: give each parameter group a name of its own, not {names}.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
@@ -72,7 +77,7 @@ class LearningRateMonitor(Callback):
         self._noted.clear()
 
     def _note(self, trainer: Trainer, interval: str) -> None:
-        """Keep the current rates until a step has used them."""
+        """Keep the rates of now until a step is made with them."""
         if self.logging_interval in (None, interval):
             for name, optimizer, scheduled in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
                 if self.logging_interval is not None or scheduled == interval:
@@ -89,11 +94,12 @@ class LearningRateMonitor(Callback):
 
 
 def require_own_name(owner: Callback, name: str, entries: Mapping[str, Entry]) -> None:
-    """Raise ConfigError if another value is logged under a name: the two would be mixed."""
+    """Raise ConfigError if a name that is logged already is that of another value, with which it would be mixed."""
     entry = entries.get(name)
     if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
         raise ConfigError(
-            f"{type(owner).__name__} and the module or another callback both log {name!r}. Rename the other value."
+            f"{type(owner).__name__} logs {name!r}, and so does the module or another callback: the values would be "
+            "mixed. Give the other one another name."
         )
 
 

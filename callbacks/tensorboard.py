@@ -282,7 +282,9 @@ def _wait_until_after(name: str) -> None:
     TensorBoard reads files in the order of their names: a run that is resumed within the same second would be read
     before what it continues.
     """
-    while name.startswith(f"events.out.tfevents.{int(time.time()):010d}."):
+    second = name.removeprefix("events.out.tfevents.").split(".")[0]
+    deadline = time.monotonic() + 1.1  # another machine's clock may be ahead
+    while second.isdecimal() and int(time.time()) <= int(second) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

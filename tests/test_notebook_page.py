@@ -33,7 +33,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     assert "(20, " in interrupted["text/plain"]
     assert resumed["text/plain"] == "64"
     assert launched["text/plain"].count("0.") == 2
-    assert "call trainer.launch(function, devices=2)" in refused["text"]
+    assert "as a function by trainer.launch(function, devices=2)" in refused["text"]
 
 
 def outputs_of(cell: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.messages import raises_recorded
 from trainer import Trainer
@@ -64,6 +65,8 @@ def test_submodules_and_stars_are_imported() -> None:
 
 
 class OfEarlierVersion(DDPStrategy):
+    def bakward(self, loss: torch.Tensor) -> None: ...
+
     def barrier(self) -> None: ...
 
     def compress(self) -> None: ...
@@ -72,8 +75,9 @@ class OfEarlierVersion(DDPStrategy):
 def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(strategy=OfEarlierVersion(), accelerator="cpu", devices=1)
-    advice = "Use strategy.processes.barrier."
-    assert f"OfEarlierVersion.barrier is never used: Strategy has no such name. {advice}" in str(refused.value)
+    expected = {"bakward": "Did you mean 'backward'?", "barrier": "Use strategy.processes.barrier."}
+    for name, advice in expected.items():
+        assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)
     assert "compress" not in str(refused.value)
 
 

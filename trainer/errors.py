@@ -280,8 +280,8 @@ TORCH_ERRORS = {
     ),
     "have the same dtype": (
         "Weights and data differ in dtype: give the data as float32 (batch.float()), or set the dtype of both with "
-        "Trainer(precision=...). Where a layer has another dtype (as under 'fsdp', which gathers in 16 bits), "
-        "cast its input: x.to(layer.weight.dtype)."
+        "Trainer(precision=...). Where a layer or a buffer has another dtype (as under 'fsdp', which gathers in 16 "
+        "bits), cast one of them: x.to(layer.weight.dtype), self.table.to(x.dtype)."
     ),
     "mixed dtype (CPU)": (
         "A layer got data of another dtype than its weights', which it cannot use on a CPU. Under 'fsdp' in a mixed "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ from trainer.checkpoint.shards import Loadable, Shard, StoredTensor, in_memory, 
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import unknown_name_error
+from trainer.errors import did_you_mean, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.dispatched import dispatched_models, move_the_rest
@@ -716,11 +717,21 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 
 
 def unknown_methods(strategy: Strategy) -> list[str]:
-    """Return a problem for each name in a user's strategy that Lightning's strategies have; others are the user's."""
+    """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s,
+    or one of Lightning's strategies.
+
+    Other names are the user's own.
+    """
+    known = [name for name in vars(Strategy) if not name.startswith("_")]
     users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
-    advice = member_words(type(strategy), {name for cls in users for name in vars(cls)} - vars(Strategy).keys())
-    kind = type(strategy).__name__
-    return [f"{kind}.{name} is never used: Strategy has no such name. Use {advice[name]}." for name in sorted(advice)]
+    names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
+    advice = member_words(type(strategy), names)
+    return [
+        f"{type(strategy).__name__}.{name} is never used: Strategy has no such name."
+        + did_you_mean(name, known, advice)
+        for name in sorted(names)
+        if name in advice or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    ]
 
 
 def override_problems(module: TrainModule | None, name: str) -> list[str]:

@@ -374,7 +374,7 @@ class Trainer:
             CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
-        if weights_only not in (None, True, False):
+        if weights_only is not None and type(with_python_numbers(weights_only)) is not bool:
             raise ConfigError(f"weights_only={shown(weights_only)}: give True or False. Your own data go to info=.")
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")

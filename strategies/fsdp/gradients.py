@@ -207,8 +207,9 @@ class Gradients:
             for record, gradient in found:
                 record.unsharded_accumulated_grad = gradient.to(dtypes[0])
                 record._unsharded_param.grad = None
+        missing = self._due - present
         for record in records:
-            if id(record) in self._due - present:
+            if id(record) in missing:
                 full = record._unsharded_param
                 record.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtypes[0] if dtypes else full.dtype)
                 if record.sharded_param.grad is None:

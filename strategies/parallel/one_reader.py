@@ -37,14 +37,11 @@ _PLAIN = (bool, int, float, str)
 
 def refuse_different_batches(step: str, batch: Any, groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Raise ConfigError if the processes of one model get different batches. Collective over each of the groups."""
-    number = digest(batch)
-    largest = torch.tensor([number, -number], device=device)
-    for group in groups:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    if int(largest.sum()):
+    if not _all_same(digest(batch), groups, device):
         raise ConfigError(
-            f"{step} gets different batches on the processes of one model, which have to read the same samples. Seed "
-            "each random generator of the data with the same number on all processes, and sort lists of files."
+            f"{step} gets different batches on the processes of one model, which have to read the same samples: the "
+            "data draw from a random generator without a seed, or the order of files, or a sampler, differs. Seed it "
+            "with the same number on all processes (Trainer(seed=...) seeds torch, numpy and random)."
         )
 
 
@@ -64,28 +61,31 @@ def digest(nested: Any) -> int:
     return number
 
 
-def is_power_of_two(number: int) -> bool:
-    """Return whether a number is 0, 1, 2, 4, 8, ..."""
-    return number & (number - 1) == 0
+def _all_same(number: int, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
+    largest = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    high, low = largest.tolist()
+    return bool(high == -low)
 
 
 class CommonLoss:
     """Compares the loss of the processes that compute one stage, in the calls 0, 1, 2, 4, 8, ... and in every 64th.
 
-    Each process has a part of the features or tokens, so a loss that is computed from what a block keeps, and not from
-    its output, differs between the processes. A block may also depend on numbers or texts that it keeps: if these have
-    changed by one of the calls 0, 1, 2, 4, ..., all blocks are verified again in the next call.
+    Each process has a part of the features or tokens. So a loss that is computed from what a block keeps, and not from
+    its output, is another one on each. In the call after one of the calls 0, 1, 2, 4, ... blocks are verified again if
+    numbers or texts have changed that they keep, by which they may go.
 
     Args:
-        blocks: the blocks of this process.
-        groups: groups of processes that must have the same loss.
-        with_experts: groups of processes that have different losses, but must verify in the same call.
+        blocks: of this process.
+        groups: each holds processes that have to have one loss.
+        with_experts: each holds processes that have to verify at the same time as this one, but with another loss.
     """
 
     def __init__(
         self,
-        blocks: Iterable[nn.Module] = (),
-        groups: Sequence[dist.ProcessGroup] = (),
+        blocks: Iterable[nn.Module],
+        groups: Sequence[dist.ProcessGroup],
         with_experts: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._blocks, self._groups, self._with_experts = [*blocks], groups, with_experts
@@ -102,18 +102,21 @@ class CommonLoss:
 
     def compare(self, loss: torch.Tensor) -> None:
         """Raise ConfigError if the processes of a group have different losses. Collective."""
+        is_power = self._calls & (self._calls - 1) == 0
         self.verifies = False
-        if not is_power_of_two(self._calls) and self._calls % 64:
+        if not is_power and self._calls % 64:
             return
-        # All processes compute the same, apart from kernels that sum in no fixed order.
+        own = [(loss.to_local() if is_dtensor(loss) else loss).detach()]
+        # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
         limit = torch.finfo(torch.float32).eps ** 0.75
-        if any(float(differences_among([loss], group)) > limit for group in self._groups):
+        if any(float(differences_among(own, group)) > limit for group in self._groups):
             raise ConfigError(
-                "the loss differs between the processes of one model, each of which has some of the features or "
-                "tokens. Compute the loss from the outputs of the blocks, not from values that they or hooks keep, and "
-                "give a head the style 'colwise_gather_output' or, for cross_entropy, 'colwise_loss_parallel'."
+                "the loss differs between the processes of one model. Each has some of the features or tokens. Compute "
+                "the loss from the outputs of the blocks, not from values that they or hooks keep. A 'colwise' layer "
+                "of a tensor_parallel_plan is followed by a 'rowwise' one, and a head has the style "
+                "'colwise_gather_output' or, for cross_entropy, 'colwise_loss_parallel'."
             )
-        if is_power_of_two(self._calls):
+        if is_power:
             kept = self._marks()
             changed = torch.tensor(kept != self._kept, dtype=torch.int32, device=loss.device)
             for group in (*self._groups, *self._with_experts):
@@ -159,15 +162,13 @@ def _mark(value: Any) -> Any:
 
 
 def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """Compare the gradients of parameters that are replicated in a group, after the first window. Collective.
-
-    It sees the layers outside of blocks, and blocks with styles that `PlanCheck` cannot compare.
+    """Compare the gradients of parameters that each process of a group has full. Collective.
 
     Args:
-        dtype: the dtype in which gradients are computed.
+        dtype: they are computed in.
 
     Raises:
-        ConfigError: gradients differ by more than rounding, so that each process has a part of the sum.
+        ConfigError: they differ by more than rounding may make, so that each process has a part of the sum.
     """
     limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
@@ -175,8 +176,9 @@ def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, 
     names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]
     if names:
         raise ConfigError(
-            f"tensor_parallel={dist.get_world_size(group)}: {first_of(names)} are replicated, but their gradients "
-            f"differ between the processes, each of which has some of the features or heads. {HOW_GRADIENTS}"
+            f"tensor_parallel={dist.get_world_size(group)}: the gradients of {first_of(names)} differ between the "
+            "processes, which have copies of them, because each process has a part of the features or heads that they "
+            f"are used with. {HOW_GRADIENTS}"
         )
 
 

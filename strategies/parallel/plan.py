@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,6 +31,7 @@ from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
 from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
+from trainer.strategies.parallel.one_reader import differences_among
 from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
@@ -76,11 +78,11 @@ Sequence parallelism, which splits the activations between the layers along the 
 
 
 class SharedByHeads(ParallelStyle):
-    """Replicate a layer whose outputs are read by the heads of all processes: the gradients of the outputs are added.
+    """Replicate a layer whose outputs all heads read: their gradients, of each process's heads, are added up.
 
     Args:
-        features: the number of last features that heads read; None: all. The first ones go through a split layer, which
-            returns their full gradient.
+        features: the number of last features that heads read; None: all. Others go through a layer that is split, whose
+            gradient is complete.
     """
 
     def __init__(self, features: int | None = None) -> None:
@@ -90,30 +92,46 @@ class SharedByHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
+        unknown = [True]
+
+        def refuse_full(gradient: torch.Tensor) -> None:
+            if unknown and bool(gradient.any()) and torch.isfinite(gradient).all():
+                if float(differences_among([gradient], group)) == 0:
+                    raise ConfigError(
+                        f"tensor_parallel={dist.get_world_size(group)}: 'shared_by_heads' adds up the gradients of a "
+                        f"layer of {gradient.shape[-1]} outputs that are the same on all processes, so no split heads "
+                        "read them: leave the layer out of the tensor_parallel_plan."
+                    )
+                unknown.clear()
+
         def add_up(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            if self.features is None:
-                return add_up_gradients(output, group)
-            first, read = output.tensor_split([-self.features], -1)
-            return torch.cat([first, add_up_gradients(read, group)], -1)
+            read = output if self.features is None else output[..., -self.features :]
+            read = add_up_gradients(read, group)
+            if unknown and read.requires_grad:
+                read.register_hook(refuse_full)
+            return read if self.features is None else torch.cat([output[..., : -self.features], read], -1)
 
         module.register_forward_hook(add_up)
         return module
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Return the plans of the Hugging Face models in a module, overridden by the module's `tensor_parallel_plan`.
+    """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
 
     Raises:
-        ConfigError: there is no plan, or `tensor_parallel_plan` is not a plan.
+        ConfigError: there is none, or it is no plan.
     """
     own = getattr(module, "tensor_parallel_plan", None) or {}
-    is_plan = isinstance(own, Mapping) and all(isinstance(style, Style) for style in own.values())
-    plan = {**dict(_plans_of_models(module)), **own} if is_plan else {}
+    if not isinstance(own, Mapping) or not all(isinstance(style, Style) for style in own.values()):
+        raise ConfigError(
+            f"{type(module).__name__}.tensor_parallel_plan: give a dict of name patterns and styles, such as "
+            '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+        )
+    plan = {**dict(_plans_of_models(module)), **own}
     if not plan:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor_parallel_plan, a dict of name patterns and styles, and no Hugging "
-            "Face model with a plan. Add one, such as "
-            'tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
+            'such as tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
 
@@ -173,8 +191,8 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    wrong = filter(None, (_problem(name, names[name], style, parts) for name, style in found.items()))
-    raise_problems([*islice(wrong, 1), *_heads(module, parts)], type(module).__name__)
+    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
+    raise_problems([*[*filter(None, wrong)][:1], *_heads(module, parts)], type(module).__name__)
     return found
 
 
@@ -250,10 +268,13 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
             module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
     # Without sending anything: all processes have the values, or get them later.
-    trains = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
+    frozen = {
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    }
     parallelize_module(module, mesh, here, src_data_rank=None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(trains[name])  # torch's styles for norms make new parameters, which train
+        if name in frozen:  # torch's styles for norms make new parameters, which train
+            parameter.requires_grad_(False)
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
     for (owner, name), *others in ties:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of
 from trainer.strategies.parallel.adapters import FullInputs
-from trainer.strategies.parallel.context import gather, split_hidden
+from trainer.strategies.parallel.context import gather
 from trainer.strategies.parallel.one_reader import HOW_GRADIENTS
 from trainer.strategies.parallel.plan import SharedByHeads
 from trainer.strategies.parallel.verify import (
@@ -36,14 +36,14 @@ Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class PlanCheck:
-    """Compares the first forward of each block with a forward of full layers.
+    """Compares the first forward of each block with one in which all its layers are full.
 
-    A plan may fit all shapes and be wrong: a fused layer may be cut through its parts, numbers may go by the count of
-    heads, or a mean may be taken over split features.
+    A plan may fit all shapes and be wrong: where a fused layer is cut through its parts, where numbers go by the count
+    of heads, or where a mean is taken of features of which each process has some.
 
     Args:
         module: before its layers are split.
-        styles: the styles of its layers by name.
+        styles: those of its layers by name.
         group: the processes among which layers are split.
         verify: see `FSDPStrategy`.
     """
@@ -61,49 +61,38 @@ class PlanCheck:
         """The hooks of each layer without those that split it."""
 
     def watch(self, blocks: Mapping[str, nn.Module], here: Mapping[str, nn.Module]) -> None:
-        """Compare blocks in their first forward, and modules around pairs of split layers outside of the blocks.
-
-        Modules with layers in styles that are not in `STYLES` are not compared.
+        """Compare modules in their first forward, if their layers are split by the styles of `STYLES`.
 
         Args:
             blocks: all blocks by name.
-            here: the blocks of this process.
-
-        Raises:
-            ConfigError: no split heads read the outputs of a layer in the style "shared_by_heads".
+            here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
         """
-        inside = tuple(f"{name}." for name in blocks)
-        outside = {
-            layer: self._module_of_pair(layer, blocks)
-            for layer, style in self._styles.items()
-            if not layer.startswith(inside) and _has_readers_of_parts(style)
-        }
-        alone = [layer for layer, around in outside.items() if not around]
-        if unread := [layer for layer in alone if isinstance(self._styles[layer], SharedByHeads)]:
-            raise ConfigError(
-                f"tensor_parallel_plan: no split heads read {first_of(unread)}, whose gradients 'shared_by_heads' adds "
-                "up over the processes. Leave it out of the plan, or put it into one module with the split layers."
-            )
-        if alone:
-            log.warning(
-                "tensor_parallel: nothing compares what is computed between %s and the next layer with full layers. "
-                "Put the two layers into a separate module, or compare the first losses with losses of one process",
-                first_of(alone),
-            )
-        around_pairs = {name: self._module.get_submodule(name) for name in outside.values() if name}
-        for name, block in {**here, **around_pairs}.items():
+        for name, block in {**here, **self._around_pairs(blocks)}.items():
             own = [layer for layer in self._styles if layer.startswith(f"{name}.")]
             split = {_splits_sequences(self._styles[layer]) for layer in own}
             if own and name not in self._styles and None not in split:
                 block.register_forward_pre_hook(partial(self._verify, name, own, True in split), with_kwargs=True)
 
-    def _module_of_pair(self, layer: str, blocks: Iterable[str]) -> str:
-        """Return the innermost module with a layer and the end of a pair, if it has no blocks; otherwise ""."""
-        ends = [name for name, style in self._styles.items() if isinstance(style, RowwiseParallel)]
-        name = layer.rpartition(".")[0]
-        while name and not any(end.startswith(f"{name}.") for end in ends):
-            name = name.rpartition(".")[0]
-        return "" if any(block.startswith(f"{name}.") for block in blocks) else name
+    def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Return the modules that compute with split features outside of the blocks; warn where there is none."""
+        inside, found, alone = tuple(f"{name}." for name in blocks), dict[str, nn.Module](), []
+        ends = [layer for layer, style in self._styles.items() if isinstance(style, RowwiseParallel)]
+        for layer in (one for one in self._styles if not one.startswith(inside) and _returns_part(self._styles[one])):
+            parts = layer.split(".")
+            around = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+            pairs = [one for one in around if any(end.startswith(f"{one}.") for end in ends)]
+            if pairs and not any(name.startswith(f"{pairs[0]}.") for name in blocks):
+                found[pairs[0]] = self._module.get_submodule(pairs[0])
+            else:
+                alone.append(layer)
+        if alone:
+            log.warning(
+                "tensor_parallel: what is computed between %s and the next layer is in no module without others, so "
+                "that nothing compares it with full layers: put the two into a module, or compare the first losses "
+                "with those of one process",
+                first_of(alone),
+            )
+        return found
 
     def _verify(
         self, name: str, names: list[str], split: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,12 +110,9 @@ class PlanCheck:
         parts, part = dist.get_world_size(self._group), dist.get_rank(self._group)
 
         def in_full(inputs: Inputs) -> Results:
-            if split:
-                hidden, args, kwargs = split_hidden(block, *inputs)
-                whole = hidden.full_tensor() if isinstance(hidden, DTensor) else gather(hidden, 1, self._group)
-                inputs = (whole.detach(), *args), kwargs
+            whole = self._with_full_sequences(*inputs) if split else inputs
             with _full_layers(block, layers, hooks):
-                results = results_of(block, inputs, block.forward, _trained(block), not split)
+                results = results_of(block, whole, block.forward, _trained(block), not split)
             if not split:
                 return results
             # Each process has a part of the outputs, and of what else is made of tokens.
@@ -141,12 +127,19 @@ class PlanCheck:
             raise ConfigError(
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
                 f"({class_of(block).__name__}) does not compute the same: {difference}. Between a 'colwise' and a "
-                "'rowwise' layer each process has some of the features or heads: give both of a pair, view heads as "
-                "-1, and group a weight with several parts (a fused qkv, gate and up) by heads. Split no layers around "
-                "norms, softmax and means over features, or numbers that go by the count of heads. With styles that "
-                "split sequences, pass positions as arguments. Detach values that are only logged. "
-                f"For gradients: {HOW_GRADIENTS}"
+                "'rowwise' layer each process has some of the features or heads, and what is computed there cannot "
+                "depend on the others: give both of a pair, and view heads as -1; a weight with several parts (a "
+                "fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over these "
+                "features, and numbers that go by the count of heads, need layers that are not split. Where a style "
+                "splits sequences, positions and lengths of the block's own are those of a part. Keep with "
+                f"detach() what is only logged. Of a gradient: {HOW_GRADIENTS}"
             )
+
+    def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a block with the parts of sequences of all processes in the first one. Collective."""
+        own = (args[0] if args else next(iter(kwargs.values()))).detach()
+        whole = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
 
 
 def _trained(block: nn.Module) -> dict[str, nn.Parameter]:
@@ -157,19 +150,18 @@ def _hooks_of(layer: nn.Module) -> Hooks:
     return [(table, dict(table)) for table in (layer._forward_pre_hooks, layer._forward_hooks)]
 
 
-def _has_readers_of_parts(style: ParallelStyle) -> bool:
-    """Return whether what reads a layer's output, a plain tensor, computes with a part of the features or heads."""
-    if isinstance(style, ColwiseParallel):
-        return style.use_local_output and style.output_layouts == (Shard(-1),)
-    return isinstance(style, SharedByHeads)
+def _returns_part(style: ParallelStyle) -> bool:
+    """Whether a style's layer hands plain tensors to the next one that are parts of features."""
+    return isinstance(style, ColwiseParallel) and style.use_local_output and style.output_layouts == (Shard(-1),)
 
 
 def _splits_sequences(style: ParallelStyle) -> bool | None:
     """Whether a style takes or returns parts of sequences; None: something else, which is not compared."""
     full, part = (Replicate(),), (Shard(1),)
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        outer = style.input_layouts if isinstance(style, ColwiseParallel) else style.output_layouts
-        return outer == part if outer in (full, part) and style.use_local_output else None
+    if isinstance(style, ColwiseParallel):
+        return style.input_layouts == part if style.input_layouts in (full, part) and style.use_local_output else None
+    if isinstance(style, RowwiseParallel):
+        return style.output_layouts == part if style.output_layouts in (full, part) and style.use_local_output else None
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim == 1
     return False if isinstance(style, (SharedByHeads, FullInputs)) else None

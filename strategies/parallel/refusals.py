@@ -49,8 +49,8 @@ def layout_problems(
         )
     if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
         problems.append(
-            "precision='16-mixed' with tensor_parallel or pipeline_parallel: their processes cannot agree on the loss "
-            "scale. Use 'bf16-mixed'."
+            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
+            "their processes. Use 'bf16-mixed'."
         )
     if layout.tensor > 1 and precision.float8 == "mx":
         problems.append(
@@ -67,8 +67,9 @@ def layout_problems(
     own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
     if layout.pipeline > 1 and (own_loop or own_backward):
         problems.append(
-            "pipeline_parallel runs the backward of each micro-batch itself, on several stages. Use a Trainer with "
-            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel."
+            "pipeline_parallel runs the backward of each micro-batch itself, on several stages: use a Trainer with "
+            "automatic_optimization and the loss that training_step returns, without an override of backward; or "
+            "tensor_parallel or context_parallel."
         )
     return problems
 
@@ -83,13 +84,14 @@ def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: Ste
     for optimizer in optimizers:
         if layout.pipeline > 1 and mixes_parameters(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, of which a "
-                "process has one stage. Use an optimizer that steps each parameter alone, such as torch.optim.AdamW."
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
+                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
+                "such as torch.optim.AdamW, or leave out pipeline_parallel."
             )
         if layout and needs_closure(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
-                "weights as one vector. Use it on one process, or use another optimizer."
+                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
             )
 
 
@@ -104,8 +106,8 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "create_graph=True through layers or sequences that are split over processes (tensor_parallel, "
-                "context_parallel, expert_parallel): second gradients, as of a gradient penalty, would be wrong. Use "
-                "'ddp', or 'fsdp' without these options."
+                "context_parallel, expert_parallel), whose gradients have no graph: second gradients, as of a gradient "
+                "penalty, would be wrong. Use 'ddp', or 'fsdp' without these options."
             )
         return backward(*args)
 
@@ -123,29 +125,31 @@ def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layo
 
 
 def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
-    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
-    parents = {name.rpartition(".")[0] for name in blocks}
+    names: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
-        if child in places and name.rpartition(".")[0] in parents:
-            places[child].append(name)
-    return [
-        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
-        "Give each place a separate block, or use another strategy."
-        for names in places.values()
-        if len(names) > 1
-    ]
+        names.setdefault(id(child), []).append(name)
+    parents = {name.rpartition(".")[0] for name in blocks}
+    problems = []
+    for block in blocks.values():
+        places = [name for name in names[id(block)] if name.rpartition(".")[0] in parents]
+        if len(places) > 1:
+            problems.append(
+                f"pipeline_parallel: {' and '.join(places[:2])} are one block, and a pipeline runs each block once for "
+                "a batch: give each place a block of its own, or use another strategy."
+            )
+    return problems
 
 
 def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return a problem for each class of layers that mixes tokens other than by torch's attention function."""
+    """Return a problem for each class of layers that mixes tokens in a way of its own."""
     found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
             if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
                 found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
     return [
-        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Mix tokens only by "
-        "torch.nn.functional.scaled_dot_product_attention, so that each process can have some of them."
+        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Blocks mix them by "
+        "torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of the tokens."
         for kind, place in found.items()
     ]
 
@@ -160,8 +164,9 @@ _COLLECTED = {
 
 def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of Hugging Face models, the outer ones first."""
-    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    return [(name, child) for name, child in module.named_modules() if isinstance(child, kind)]
+    transformers = sys.modules.get("transformers")
+    named = [] if transformers is None else module.named_modules()
+    return [(name, child) for name, child in named if isinstance(child, transformers.PreTrainedModel)]  # type: ignore[union-attr]
 
 
 def refuse_collecting(option: str, module: nn.Module) -> None:
@@ -177,14 +182,15 @@ def _check_call(option: str, name: str, model: Any, args: Any, kwargs: Mapping[s
     for setting, fault in _COLLECTED.items():
         if kwargs.get(setting, getattr(config, setting, False)):
             raise ConfigError(
-                f"{option}: {setting}=True in a call or the config of {name}, {fault} for all tokens, but a process "
+                f"{option}: {setting}=True in a call or the config of {name}, {fault} for all tokens, and a process "
                 "has some of them. Set it to False, or use tensor_parallel or expert_parallel."
             )
 
 
 def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        f"{option}: {name}.generate() needs the keys and values of all blocks and tokens, but a process has some of "
-        "them. Generate from a checkpoint on one device or with tensor_parallel (trainer checkpoint export writes a "
-        "folder for from_pretrained)."
+        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
+        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
+        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
+        "logits of given tokens."
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
-from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import (
     content,
     is_container,
@@ -21,25 +21,18 @@ from trainer.model.reachable import (
     same_content,
     tensors_in,
 )
-from trainer.strategies.parallel.one_reader import Marks, is_power_of_two, marks_of
-from trainer.strategies.parallel.verify import (
-    LEFT,
-    OUTPUT,
-    FailedError,
-    Inputs,
-    Results,
-    Verification,
-    results_of,
-    run_in_full,
-)
+from trainer.strategies.parallel.one_reader import Marks, marks_of
+from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, tensors_left
+
+ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
 
 
 class StageChecks:
-    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave behind.
+    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave.
 
     Args:
-        module: the module, of which this process computes one stage.
-        stage: the number of that stage.
+        module: of which this process has a stage.
+        stage: its number.
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
         shared: objects that several blocks know.
@@ -60,8 +53,8 @@ class StageChecks:
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
         self.verification = Verification("pipeline_parallel", verify)
-        self._has_trained = False
-        """True after the first forward of a training step."""
+        self._has_computed = self._has_trained = False
+        """True after the first forward, and the first of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
         """The outputs of blocks of earlier stages."""
         self._passed.register_hook(self._refuse_gradient)
@@ -69,86 +62,93 @@ class StageChecks:
     def pass_by(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a block of an earlier stage: return its input as NaN, to find what else depends on it.
 
-        In a later step its gradient is refused. The input is a number where the weights before the blocks are tied to
-        weights of this stage.
+        In a later step its gradient is refused. The input is no NaN by itself where the weights before the blocks are
+        tied to others of this stage.
         """
-        hidden = next(iter((*args, *kwargs.values())))
-        return hidden + self._passed.to(hidden.device, hidden.dtype) if takes_gradient(hidden) else hidden
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        is_number = isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())
+        return hidden + self._passed.to(hidden.device, hidden.dtype) if is_number else hidden
 
     def _refuse_gradient(self, gradient: torch.Tensor) -> None:
         raise ConfigError(
             f"pipeline_parallel: in this step stage {self._stage} computes from the output of a block of an earlier "
-            "stage, but between stages only the blocks' first argument travels. Compute what comes after the blocks "
-            "from the output of the last one, or use another strategy."
+            "stage, which it does not have: between stages only the blocks' first argument travels. Compute what comes "
+            "after the blocks from the last one's output; or use another strategy."
         )
 
     def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compute a block without consequences in the first call of each kind; check its output and leftovers.
+        """Compute a block once without consequences, in the first call of each kind, and look at what it leaves.
 
         Raises:
-            ConfigError: the output is not a finite tensor, or others could compute from what the block leaves: a tensor
-                with a gradient, or values in objects that several blocks can read.
+            ConfigError: others could compute from it: a tensor with a gradient, or what several blocks can read.
         """
         if not self.verification.is_due(name, block, args, kwargs):
             return
-        label = f"{name} ({class_of(block).__name__})"
-        leftovers: list[str] = []
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            shared = [*self._shared, *filter(is_container, objects_behind((args, kwargs), set()))]
+        inputs: Inputs = without_caches(args), without_caches(kwargs)
+        with rehearsal(block, inputs, in_float32=False):
+            own = map_leaves(inputs, _as_input)
+            shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
             before = [*map(content, shared)]
-            output = block.forward(*args, **kwargs)
-            changed = (one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then))
-            leftovers.extend(f"a {type(one).__name__} that others read, too" for one in changed)
-            if not takes_gradient(output):
-                raise ConfigError(
-                    f"pipeline_parallel: {label} returns a {type(output).__name__}, and what a stage sends is one "
-                    "tensor of floating-point numbers. Return such a tensor, or use another strategy."
-                )
-            return output
-
-        def run(inputs: Inputs) -> Results:
-            found = results_of(block, inputs, forward)
-            places = (key.removeprefix(LEFT) for key in found if key.startswith(LEFT))
-            leftovers[:0] = [f"a tensor with a gradient in {place}" for place in places]
-            return found
-
-        with suppress(FailedError):  # the forward itself raises it, or the block cannot compute with gradients
-            results, *_ = run_in_full(block, (without_caches(args), without_caches(kwargs)), run)
-            if not self._has_trained and not torch.isfinite(results[OUTPUT]).all():
-                raise self._depends(f"the output of {label}", (args, kwargs))
-        if leftovers:
+            try:
+                output = block.forward(*own[0], **own[1])
+            except (RuntimeError, TypeError, ValueError):
+                return  # the forward itself raises it, or it cannot compute with gradients
+            left = tensors_left(block, own, tensors_in((own, output)))
+            written = [one for one, then in zip(shared, before, strict=True) if not same_content(content(one), then)]
+        found = [f"a tensor with a gradient in {place}" for place in left]
+        found += [f"a {type(one).__name__} that others read, too" for one in written]
+        if found:
             raise ConfigError(
-                f"pipeline_parallel: {label} leaves {leftovers[0]}, and other processes get only what a block "
-                "returns. Return it, or compute it outside of the blocks; keep with detach() what is only logged."
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {found[0]}, and only what "
+                f"a block returns goes on to other processes. Keep with detach() what is only logged. {ADVICE}"
             )
 
-    def check_result(self, outputs: Any) -> None:
-        """Raise ConfigError if the result of the first training step depends on values of other stages."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self._has_trained or not isinstance(loss, torch.Tensor):
+    def check_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        """Raise ConfigError if what a block returns is not a tensor, or not finite in the first forward."""
+        if self._has_computed or torch.compiler.is_compiling():
+            return
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) returns a {type(output).__name__}, and "
+                "what a stage sends is one tensor: have the block return it, or use another strategy."
+            )
+        if not torch.isfinite(output.detach()).all():
+            raise self._depends(f"the output of {name} ({class_of(block).__name__})", output)
+
+    def end_forward(self, outputs: Any, is_loss: bool) -> None:
+        """End the first checks; raise ConfigError if the first training step's loss depends on other stages' values."""
+        self._has_computed = True
+        if not is_loss or self._has_trained:
             return
         self._has_trained = True
-        if not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
-            raise self._depends("the result of training_step", loss)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._names_behind(loss):
+            raise self._depends("the loss", loss)
 
-    def _depends(self, what: str, computed: Any) -> ConfigError:
-        names = self._names_behind(computed) or self._around or ["a tensor"]
+    def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
+        names = self._names_behind(output) or self._around or ["a tensor"]
         return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. Unless the batch or a "
-            f"block has made it so, it depends on what another stage has: {first_of(names)}. Between stages only the "
-            "blocks' first argument travels: compute other inputs from the batch, and register layers in the order in "
-            "which they run, before or after the blocks. In a model of somebody else, register it again, before fit: "
-            "`last = decoder.norm; del decoder.norm; decoder.norm = last`."
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. If neither the batch "
+            f"nor a block has made it so, it depends on what another stage has: {first_of(names)}. "
+            "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
+            "or without parameters; register what comes before the blocks before them in the module, and what comes "
+            "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "
+            "del decoder.norm; decoder.norm = last`."
         )
 
-    def _names_behind(self, computed: Any) -> list[str]:
-        """Return the names of other stages' parameters from which tensors were computed."""
+    def _names_behind(self, output: torch.Tensor) -> list[str]:
+        """Return the names of other stages' parameters from which an output was computed."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
-        nodes = nodes_behind(tensor.grad_fn for tensor in tensors_in(computed))
-        variables = (id(getattr(node, "variable", None)) for node in nodes)
+        variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))
         return list(dict.fromkeys(names[one] for one in variables if one in names))
+
+
+def _as_input(one: Any) -> Any:
+    if not isinstance(one, torch.Tensor):
+        return one
+    copy = one.detach().clone()
+    return copy.requires_grad_().clone() if copy.is_floating_point() or copy.is_complex() else copy
 
 
 # -- values that only some stages have ---------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class StageValues:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a forward in training."""
-        looks = is_power_of_two(self._steps) or self._steps % 64 == 0
+        looks = self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0
         self._steps += 1
         unread, self.unread = self.unread, {}
         before, _ = marks_of(self._module) if looks else ({}, {})
@@ -183,14 +183,14 @@ class StageValues:
             yield
         if looks:
             after, self._owners = marks_of(self._module)
-            changed = {key: mark for key, mark in after.items() if before.get(key, ...) != mark}
-            self._changed = {key: mark if isinstance(mark, (int, str)) else None for key, mark in changed.items()}
+            self._changed = {key: mark for key, mark in after.items() if before.get(key, ...) != mark}
 
     def exchange(self, processes: SingleProcess) -> None:
         """Find what the last forward has changed on other stages alone, or otherwise. Collective, in some steps."""
-        own, self._changed = self._changed, None
-        if own is None:
+        changed, self._changed = self._changed, None
+        if changed is None:
             return
+        own = {key: mark if isinstance(mark, (int, str)) else None for key, mark in changed.items()}
         of_all = zip(processes.all_gather_object(own), processes.reader_of, strict=True)
         of_model = [of_rank for of_rank, reader in of_all if reader == processes.reader]
         for place, name in sorted({key for of_rank in of_model for key in of_rank if key[0] in self._owners}):
@@ -200,8 +200,9 @@ class StageValues:
             owner = self._owners[place]
             self.unread.setdefault(id(owner), (owner, {}))[1][name] = (
                 f"pipeline_parallel: the training reads {f'{place}.{name}'.strip('.')}, which differs between the "
-                "processes of one model, because another stage has changed it in an earlier step. Compute the value "
-                "before the blocks, since only the last stage runs the code after them, or use another strategy."
+                "processes of one model, because another stage has changed it in an earlier step. The last stage alone "
+                "computes what comes after the blocks. Compute the value before the blocks, or from their outputs; or "
+                "use another strategy."
             )
 
 

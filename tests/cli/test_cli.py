@@ -105,7 +105,7 @@ def test_the_order_of_a_class_and_its_arguments_does_not_matter(command: Command
     assert one == two
     assert yaml.safe_load(one[1])["module"]["init_args"] == {"lr": 3}
     assert one[2].startswith(
-        "note: command line: module is now mymodel.py:Net; the arguments given to mymodel.py:Needy"
+        "note: command line: module is now mymodel.py:Net, without the arguments given to mymodel.py:Needy"
     )
 
 

@@ -77,7 +77,7 @@ def test_a_rank_that_fails_where_nobody_sees_its_errors_is_named(tmp_path: Path)
         (("--redirects", "0:4"), "--redirects: '0:4': give 3"),
         (("--log-dir", "s3://bucket/logs"), "--log-dir='s3://bucket/logs' is a URL: give a path of this machine"),
         (("--local-ranks-filter", "a"), "'a': give a number from 0"),
-        (("--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "give HOST:PORT, such as node1:29500"),
+        (("--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "give --rdzv HOST:PORT, the same on all"),
         (("--log-dirs", "x"), "Did you mean '--log-dir'"),
     ],
 )

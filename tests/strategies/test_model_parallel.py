@@ -1021,12 +1021,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
     "a fused layer": (TP, Planned, Fused, "(a fused qkv, gate and up)"),
     "a fused layer that reads parts of sequences": (TP, Sequences, Fused, "(a fused qkv, gate and up)"),
-    "positions of parts of sequences": (TP, Sequences, OwnPositions, "split sequences, pass positions as arguments"),
+    "positions of parts of sequences": (TP, Sequences, OwnPositions, "lengths of the block's own are those of a part"),
     "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "the gradient of norm."),
     "a loss of split outputs": (TP, HeadInParts, Attending, "the loss differs between the processes"),
-    "sums of gradients that are complete": (TP, NotByHeads, Attending, "no split heads read embed, whose gradients"),
+    "sums of gradients that are complete": (TP, NotByHeads, Attending, "of a layer of 8 outputs that are the same on"),
     "a key that split heads read": (TP, NotShared, OneKey, "'shared_by_heads' for a layer whose outputs"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
@@ -1064,7 +1064,6 @@ AT_THE_START = (
     "layers with adapters",
     "weights that are computed",
     "outputs that cannot be split",
-    "sums of gradients that are complete",
 )
 """What is found before the first step, the names of `REFUSED`."""
 LENGTHS = {"odd": 7, "short": 2}
@@ -1166,7 +1165,7 @@ def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptur
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
     PlanCheck(module, styles, None).watch({}, {})  # type: ignore[arg-type]
-    assert "nothing compares what is computed between up and the next layer" in caplog.text
+    assert "what is computed between up and the next layer is in no module without others" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1280,6 +1279,8 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
 
 def test_outputs_of_earlier_stages_stay_nan() -> None:
     first, hidden = StageChecks(nn.Linear(1, 1), 1, set(), []), torch.ones(2)
+    assert first.pass_by(hidden).isnan().all()
+    first.end_forward(None, is_loss=False)
     assert first.pass_by(hidden).isnan().all()
     with torch.no_grad():
         assert first.pass_by(hidden).isnan().all()

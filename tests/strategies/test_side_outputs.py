@@ -723,7 +723,7 @@ REFUSED: dict[str, tuple[str, type[Stack], Callable[[], Dataset[Any]], str]] = {
 }
 """What all processes find."""
 ENDS: dict[str, tuple[type[Stack], str]] = {
-    "losses in a list": (WithLosses, "leaves a tensor with a gradient in lists and objects that it gets"),
+    "losses in a list": (WithLosses, "leaves a list that others read, too"),
     "an object": (WithObject, "leaves a State that others read, too"),
     "an object that counts": (WithCounter, "leaves a State that others read, too"),
     "features of hooks": (WithHooks, "leaves a tensor with a gradient in what a hook of down writes to"),

@@ -69,4 +69,4 @@ def in_an_engine() -> None:
 def test_a_penalty_in_the_loss_is_refused_with_what_works() -> None:
     for said in run_distributed(refused, 1)[0]:
         assert "p.grad.add_(p.detach(), alpha=2 * factor)" in said
-        assert "weight_decay of AdamW" in said
+        assert "AdamW's weight_decay" in said

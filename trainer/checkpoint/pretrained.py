@@ -128,13 +128,12 @@ def weights_for(
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
     others = [f"the module lacks {name}" for name in named if name not in used]
-    if strict or not found:
+    advice = ""
+    if (lacks or others) and (strict or not found):
+        advice = " In the module, key_mapping renames weights, and strict_loading = False loads those that both have."
         problems += [*lacks.values()][:3] + others[:2] + [*lacks.values()][3:] + others[2:]
     if problems:
-        raise CheckpointError(
-            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. In the module, key_mapping "
-            "renames weights, and strict_loading = False loads those that both have."
-        )
+        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))

@@ -252,10 +252,8 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     except OSError as error:
         if process_group.world_size == 1:
             raise
-        own = WriteError(
-            f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}. All processes have to "
-            "see the same directory, on storage that they share"
-        )
+        shared = "" if folder.exists() else ". All processes have to see the same directory, on storage that they share"
+        own = WriteError(f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}{shared}")
     entries: dict[str, FileEntry] = {}
     for of_rank in process_group.all_gather_object(own):
         if isinstance(of_rank, CheckpointError):

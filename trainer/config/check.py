@@ -102,11 +102,11 @@ class Checker:
         if node is None:
             return []
         names = self.value(node, list[str], ("allow_changes",))
-        if names is INVALID:
+        if not isinstance(names, list):  # a problem, or a reference to a value of the data module
             return []
         for problem in allowed_problems(names):
             self.findings.add(node.source, problem)
-        return [*names]
+        return names
 
     def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
         """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
@@ -114,7 +114,7 @@ class Checker:
         Weights need not be there: only a `fit` without a checkpoint reads them.
         """
         value = self.text(node, key)
-        if node is None or not isinstance(value, str) or (has_to_be_there and value in ("last", "best")):
+        if node is None or value is None or (has_to_be_there and value in ("last", "best")):
             return
         try:
             node.value = str(as_storage_path(value).absolute())
@@ -127,7 +127,8 @@ class Checker:
         """Return the text at a key of the configuration, if there is one."""
         if node is not None and node.value == "":
             self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
-        return None if node is None else self.value(node, str | None, (key,))
+        value = None if node is None else self.value(node, str | None, (key,))
+        return value if isinstance(value, str) else None
 
     def trainer(self, node: Node | None) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.

@@ -43,7 +43,8 @@ def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Ite
     if which not in POINTERS:
         return
     if named is not None:
-        yield f"--ckpt-path {which} is taken from {relative(named)}"
+        if checkpoint_of(named, "last"):
+            yield f"--ckpt-path {which} is taken from {relative(named)}"
         return
     root = local_path(configuration.trainer.get("default_root_dir", Settings.default_root_dir))
     records = {

@@ -118,7 +118,10 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     if kind is None:
         return tree
     command = "trainer config --from" if kind in TRANSLATED else "trainer migrate"
-    findings.add(Source(name), f"this is {kind}. Translate it with: {command} {shlex.quote(name)}")
+    findings.add(
+        Source(name),
+        f"this is {kind}; fit reads the keys module, data and trainer. Translate it: {command} {shlex.quote(name)}",
+    )
     return None
 
 

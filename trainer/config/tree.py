@@ -134,7 +134,7 @@ def dotted(path: KeyPath) -> str:
 # In some places a class is chosen. Whatever short form was written there becomes {class_path: ..., init_args: {...}}.
 
 
-CLASS_ROOTS = {"module", "data", "optimizer", "lr_scheduler"}
+CLASS_ROOTS = ("module", "data", "optimizer", "lr_scheduler")
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
@@ -146,7 +146,7 @@ def is_index(key: Any) -> bool:
 def canonical(node: Node, findings: Diagnostics) -> Node:
     """Return a configuration with every choice of class in its long form."""
     given = dict(entries(node))
-    for key in CLASS_ROOTS & given.keys():
+    for key in (key for key in CLASS_ROOTS if key in given):
         given[key] = canonical_class(given[key], (key,), findings)
     if "trainer" in given:
         given["trainer"] = _canonical_trainer(given["trainer"], findings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -133,9 +133,9 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         def loaders(datasets: Any, shuffle: bool) -> Any:
             if isinstance(datasets, Mapping):
                 return {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
-            if isinstance(datasets, list):
-                return [loader(one, shuffle) for one in datasets]
-            return loader(datasets, shuffle)
+            # A sequence that can be added to others is a dataset, such as torch's.
+            is_list = (isinstance(datasets, Sequence) and not hasattr(datasets, "__add__")) or type(datasets) is list
+            return [loader(one, shuffle) for one in datasets] if is_list else loader(datasets, shuffle)
 
         module = cls(**options)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}

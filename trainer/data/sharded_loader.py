@@ -234,7 +234,8 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
     size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
     raise ConfigError(
         f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
-        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data."
+        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data, or "
+        "use a smaller batch_size."
     )
 
 

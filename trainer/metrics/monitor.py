@@ -73,7 +73,8 @@ def resolve_mode(mode: Mode | None, monitor: str, owner: str) -> Mode:
 def not_logged(owner: str, name: str, logged: Collection[str]) -> str:
     """Return the message for a monitored name that was not logged; `logged` are the names that were."""
     known = ", ".join(sorted(logged)) or "nothing"
-    return f"{owner}: {name!r} was not logged.{did_you_mean(name, logged)} Logged so far: {known}."
+    close = did_you_mean(name, logged)
+    return f"{owner}: {name!r} was not logged.{close} Logged so far: {known}. Log it, or change monitor."
 
 
 def log_assumed_mode(monitor: str, owner: str) -> None:

@@ -192,8 +192,8 @@ def check_several(config: ResolvedConfig, module: TrainModule) -> None:
     """Raise a ConfigError if a batch cannot be tried on each of several processes."""
     if config.strategy.shards_state or config.device_type in ("xla", "tpu"):
         raise ConfigError(
-            "scale_batch_size on several processes needs the full weights on each, which strategy "
-            f"{config.strategy.name!r} shards. Use strategy='ddp', or `trainer estimate` for the samples that fit."
+            "scale_batch_size on several processes needs processes that can run out of memory alone: use "
+            f"strategy='ddp' in place of {config.strategy.name!r}, or `trainer estimate` for the samples that fit."
         )
     if not module.automatic_optimization:
         raise ConfigError("scale_batch_size on several processes needs automatic optimization: use devices=1.")

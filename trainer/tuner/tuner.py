@@ -32,6 +32,8 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
         """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
@@ -75,7 +77,7 @@ class Tuner:
         """
         check_range(method, min_lr, max_lr, num_training, mode)
         attribute = _Attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
-        if attr_name and not attribute.name:
+        if attr_name and update_attr and not attribute.name:
             close = did_you_mean(attr_name, [*vars(model), *model.hparams])
             raise ConfigError(f"lr_find({attr_name=}): neither {type(model).__name__} nor its hparams has it.{close}")
         if not model.automatic_optimization:
@@ -190,7 +192,7 @@ class Tuner:
         Raises:
             ConfigError: an argument has a wrong value, or the present settings do not train.
         """
-        if steps_per_trial < 2:
+        if type(steps_per_trial) is not int or steps_per_trial < 2:
             raise ConfigError(f"throughput({steps_per_trial=}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 

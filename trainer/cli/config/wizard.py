@@ -117,7 +117,7 @@ def ask(question: str, default: str, form: tuple[str, str]) -> re.Match[str]:
     pattern, words = form
     while True:
         typed = _typed(question, default)
-        match = re.fullmatch(pattern, typed, re.IGNORECASE)
+        match = re.fullmatch(pattern, typed, re.IGNORECASE | re.ASCII)
         if match is not None:
             return match
         print(f"  {typed!r}: {words}")

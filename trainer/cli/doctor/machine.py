@@ -138,7 +138,7 @@ def _limits() -> Iterator[CheckResult]:
     few = soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES
     number = hard if 0 < hard < 65536 else 65536
     fix = f"Many DataLoader workers may need more ('Too many open files'): ulimit -n {number}"
-    yield check_result("WARN", few, "open files", f"{soft} at once", fix)
+    yield check_result("WARN", few, "open files", f"{soft if few else 'enough'} at once", fix)
 
 
 def _network() -> Iterator[CheckResult]:

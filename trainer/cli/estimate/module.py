@@ -23,7 +23,6 @@ from trainer.precision import Precision
 from trainer.trainer import Trainer
 
 NAMES = {
-    "batch": ("batch_size",),
     "hidden": ("hidden_size", "n_embd", "d_model", "width", "dim", "hidden", "embed_dim", "hidden_dim"),
     "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
     "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab", "num_embeddings"),
@@ -80,9 +79,9 @@ def examine(configuration: Recipe, precision: Precision) -> EstimateInput:
     if len(kinds) > 1:
         notes.append(f"all optimizers are counted as {largest.name}, which keeps most")
     size = count(module, precision, optimizers, largest)
-    data = {} if configuration.data is None else configuration.data.arguments
-    shape = _shape(module, [data, configuration.module.arguments, module.hparams])
-    return EstimateInput(type(module).__name__, size, shape, notes)
+    shape = _shape(module, [configuration.module.arguments, module.hparams])
+    batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
+    return EstimateInput(type(module).__name__, size, shape | ({"batch": batch} if type(batch) is int else {}), notes)
 
 
 def examine_hugging_face(path: str, precision: Precision) -> EstimateInput:
