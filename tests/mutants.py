@@ -11,6 +11,7 @@ import argparse
 import ast
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,7 @@ class Mutant:
         indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
         path.write_text("".join([*lines[:index], f"{indent}{self.after}\n", *lines[index + 1 :]]))
         try:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
             ended = subprocess.run(command, cwd=root, env=_environment(root), capture_output=True, text=True)
         finally:
             path.write_text("".join(lines))
