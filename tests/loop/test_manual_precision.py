@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
-from tests.helpers.toy import loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
 
 SCALE = 8.0
@@ -339,3 +339,24 @@ def test_a_fused_optimizer_unscales_by_itself_unless_somebody_looks(monkeypatch:
     assert counts == [0, 9]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=1e-6, atol=1e-8), name
+
+
+def test_a_module_may_leave_out_steps_where_losses_are_scaled() -> None:
+    class EverySecond(Toy):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            if batch_idx % 2:
+                optimizer.step(closure)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert self.layer.weight.grad is not None
+            assert self.layer.weight.grad.abs().max() < 100  # without the scale
+
+    module, by_hand, data = EverySecond(), Toy(), loader(4)
+    by_hand.load_state_dict(module.state_dict())
+    quiet(max_epochs=1, precision="16-mixed").fit(module, data)
+    optimizer = by_hand.configure_optimizers()
+    for batch in [*data][1::2]:
+        optimizer.zero_grad()
+        by_hand._loss(batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-2, atol=1e-2)
