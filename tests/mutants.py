@@ -155,7 +155,7 @@ MUTANTS = (
         "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
         "self._call_step = call_step",
         "pass",
-        "tests/loop/test_manual_precision.py::test_a_module_may_leave_out_steps_where_losses_are_scaled",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
     ),
     Mutant(
         "trainer/checkpoint/shards.py::read_when_used",
@@ -213,7 +213,7 @@ MUTANTS = (
         "trainer/guards/optimizer_overrides.py::OverriddenStep.__call__",
         "if not given.stepped:",
         "if (not (not given.stepped)):",
-        "tests/loop/test_manual_precision.py::test_a_module_may_leave_out_steps_where_losses_are_scaled",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
     ),
     Mutant(
         "strategies/deepspeed/empty_parameters.py::RefusingEmptyParameters._check",
@@ -269,7 +269,7 @@ MUTANTS = (
         "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
         "self._parameters = parameters_of(optimizers)",
         "pass",
-        "tests/loop/test_manual_precision.py::test_a_module_may_leave_out_steps_where_losses_are_scaled",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
     ),
 )
 
