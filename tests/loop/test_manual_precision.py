@@ -368,3 +368,15 @@ def test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale() -> 
     module = EverySecond()
     quiet(max_epochs=1, precision="16-mixed").fit(module, loader(4))
     assert module.scales == [SCALE, SCALE, SCALE / 2, SCALE / 2]
+
+
+def test_a_step_after_one_that_the_module_left_out_has_gradients_of_the_new_scale() -> None:
+    module, by_hand, data = EverySecond(), Toy(), loader(4)
+    by_hand.load_state_dict(module.state_dict())
+    quiet(max_epochs=1, precision="16-mixed").fit(module, data)
+    optimizer = by_hand.configure_optimizers()
+    for batch in [*data][1::2]:
+        optimizer.zero_grad()
+        by_hand._loss(batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-2, atol=1e-2)
