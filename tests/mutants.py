@@ -161,7 +161,7 @@ MUTANTS = (
         "trainer/checkpoint/shards.py::read_when_used",
         "tensor._stored = value",
         "pass",
-        "tests/strategies/test_load_hooks.py",
+        "tests/strategies/test_load_hooks.py::test_the_hooks_see_full_weights -k single",
     ),
     Mutant(
         "strategies/deepspeed/config.py::CompletedConfig.__init__",
@@ -180,7 +180,7 @@ MUTANTS = (
         "strategies/deepspeed/master_weights.py::_weight",
         "if value in master_weights.pieces:",
         "if (not (value in master_weights.pieces)):",
-        "tests/strategies/test_load_hooks.py -k ZeRO-2",
+        "tests/strategies/test_deepspeed_state.py::test_the_weights_of_a_state_are_master_weights",
         tier="test",
     ),
     Mutant(
