@@ -34,6 +34,7 @@ VARYING = [
     (r"\.py:\d+", ".py:<line>"),
     (r"\.tmp\w{6}\b", ".tmp<name>"),
     (r"\+(cpu|cu\d+)\b", "+<build>"),
+    (r"\[[\d ,:-]+\] \[WARNING\] \[real_accelerator[^\n]*\n", ""),  # DeepSpeed says it once in a process
 ]
 _seen = dict[str, int]()
 _heard: dict[str, str | None] | None = None

@@ -549,7 +549,7 @@ class Trainer:
                         break
                     if not self._end_step(run, window):
                         return
-                if run.validation_interval is not None and self.validation_due() and not self._validate(run):
+                if run.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
                 if (clock.stops() or progress.step >= clock.last_step) and self._stops_after(run, windows, waiting):
                     return
@@ -779,6 +779,10 @@ class Trainer:
             return False
         self._step_waiting_schedulers(run)
         return True
+
+    def _validate_inside_epoch(self, run: Run) -> bool:
+        """Validate if that is due after the last window, also a window that was left out; returns as `_validate`."""
+        return not self.validation_due() or self._validate(run)
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""

@@ -37,7 +37,7 @@ MAKE: dict[str, Any] = {
     "Engine": lambda: Engine(accelerator="cpu", devices=1),
     **{kind.__name__: kind for kind in STRATEGIES.values() if "xla" not in kind.__module__},
 }
-NEEDS_A_RUN = "call fit|inside trainer.fit|the block of `with Engine"
+NEEDS_A_RUN = "call fit|inside trainer.fit|inside `with Engine"
 
 
 def error_of(owner: object, name: str) -> str:

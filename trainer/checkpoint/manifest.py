@@ -160,8 +160,9 @@ def require_committed(folder: StoragePath) -> StoragePath:
         )
     names = [path.name for path in checkpoints_in(place)]
     raise CheckpointError(
-        f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}, which is written last."
-        f"{did_you_mean(folder.name, names)} In {place} there are: {', '.join(names) or 'none'}."
+        f"{folder} is not a checkpoint, or its writing was interrupted: it has no {MANIFEST_FILE}."
+        f"{did_you_mean(folder.name, names)} Give a folder in a run's checkpoints/, or the run directory for the last "
+        f"one. In {place} there are: {', '.join(names) or 'none'}."
     )
 
 
