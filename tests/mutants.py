@@ -11,6 +11,7 @@ import argparse
 import ast
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ DRAWN_FROM = (
     "strategies/parallel/*.py",
     "strategies/deepspeed/*.py",
 )
+TIERS = {"quick": "not slow and not long", "test": "not long"}
 FOUND, LIVES, WITHOUT_A_TEST = "found", "LIVES", "no such test, or an error before it"
 
 
@@ -45,6 +47,13 @@ class Mutant:
     after: str
     tests: str = ""
     """Arguments of pytest that select what finds it."""
+    tier: str = "quick"
+    """The tier whose tests these are: "quick", or "test" for those that `make test` runs beside them."""
+
+    @property
+    def selection(self) -> str:
+        """The arguments of pytest that select what finds it, in its tier alone."""
+        return f"{self.tests} -m '{TIERS[self.tier]}'"
 
     def lines(self, root: Path) -> tuple[Path, list[str], int]:
         """Return the file, its lines, and the index of the line to change.
@@ -66,14 +75,215 @@ class Mutant:
         indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
         path.write_text("".join([*lines[:index], f"{indent}{self.after}\n", *lines[index + 1 :]]))
         try:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
             ended = subprocess.run(command, cwd=root, env=_environment(root), capture_output=True, text=True)
         finally:
             path.write_text("".join(lines))
         return {0: LIVES, 1: FOUND}.get(ended.returncode, WITHOUT_A_TEST)
 
 
-MUTANTS: tuple[Mutant, ...] = ()
+MUTANTS = (
+    # Seven that a review once found to be held by few tests, or by none near them.
+    Mutant(
+        "trainer/loop/run.py::Run.is_last_batch",
+        "return length is not None and batch + ahead >= length",
+        "return False",
+        "tests/loop/test_step_numbers.py::test_the_last_batches_are_those_of_the_last_window",
+    ),
+    Mutant(
+        "trainer/guards/skipped_batches.py::SkippedBatches.end_window",
+        "parameter.grad /= 1 - share",
+        "pass",
+        "tests/loop/test_step_numbers.py::test_a_step_with_a_skipped_batch_is_the_mean_of_the_others",
+    ),
+    Mutant(
+        "trainer/engine/loader.py::EngineLoader._iterate",
+        "self.weight = batch.share * engine.strategy.processes.readers / batch.total if batch.total else 0.0",
+        "self.weight = 1.0",
+        "tests/loop/test_step_numbers.py::test_weighted_means_of_two_processes_are_the_mean_of_the_samples",
+    ),
+    Mutant(
+        "trainer/trainer.py::Trainer.validation_due",
+        "batch += self.progress.batches_before",
+        "pass",
+        "tests/loop/test_step_numbers.py::test_batches_between_validations_are_counted_over_epochs",
+    ),
+    Mutant(
+        "trainer/trainer.py::Trainer._step_waiting_schedulers",
+        'self._step_schedulers(run, "step", run.progress.step, on_plateau=True)',
+        "pass",
+        "tests/loop/test_step_numbers.py::test_a_scheduler_that_waits_for_validations_steps_after_each",
+    ),
+    Mutant(
+        "trainer/metrics/metric_log.py::MetricLog._read_entries",
+        "self.train.entries[name].superseded = self.window",
+        "pass",
+        "tests/loop/test_step_numbers.py::test_a_value_of_a_validation_replaces_one_by_step_that_waits_for_its_flush",
+    ),
+    Mutant(
+        "trainer/strategy.py::_full_in_place",
+        "strategy.processes.broadcast([*module.parameters(), *(b for b in module.buffers() if b.numel())])",
+        "pass",
+        "tests/loop/test_step_numbers.py::test_weights_that_are_written_in_a_hook_are_those_of_rank_0",
+    ),
+    # The next 23 are what `draw 7 24` gave, without the one in `EQUIVALENT`.
+    Mutant(
+        "trainer/checkpoint/base_weights.py::_sum",
+        "total += int(bits.sum(dtype=torch.int64))",
+        "pass",
+        "tests/checkpoint/test_base_weights.py",
+    ),
+    Mutant(
+        "trainer/checkpoint/kept.py::KeptCheckpoints.__init__",
+        "self._owner = os.urandom(8).hex()",
+        "pass",
+        "tests/callbacks/test_checkpoint.py::test_without_monitor_the_newest_are_kept",
+    ),
+    Mutant(
+        "strategies/deepspeed/partitioning.py::partition_module",
+        "if held is tensor:",
+        "if (not (held is tensor)):",
+        "tests/strategies/test_init_device_runs.py::test_the_values_are_those_of_one_process -k ZeRO",
+    ),
+    Mutant(
+        "strategies/distributed.py::check_backends",
+        "dist.destroy_process_group()",
+        "pass",
+        "tests/strategies/test_average_gradients.py::test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew",
+    ),
+    Mutant(
+        "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
+        "self._call_step = call_step",
+        "pass",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
+    ),
+    Mutant(
+        "trainer/checkpoint/shards.py::read_when_used",
+        "tensor._stored = value",
+        "pass",
+        "tests/strategies/test_load_hooks.py::test_the_hooks_see_full_weights -k single",
+    ),
+    Mutant(
+        "strategies/deepspeed/config.py::CompletedConfig.__init__",
+        'optimizer, scheduler = self.config.pop("optimizer", None), self.config.pop("scheduler", None)',
+        "pass",
+        "tests/strategies/test_deepspeed_config.py::test_no_json_is_a_configuration_too",
+    ),
+    Mutant(
+        "trainer/checkpoint/pretrained.py::weights_for",
+        "not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others",
+        "not_loaded = [words for name, words in lacks.items() if (not (plain[name] is not None))] + others",
+        "tests/checkpoint/test_pretrained.py::test_what_is_not_loaded_is_said",
+        tier="test",
+    ),
+    Mutant(
+        "strategies/deepspeed/master_weights.py::_weight",
+        "if value in master_weights.pieces:",
+        "if (not (value in master_weights.pieces)):",
+        "tests/strategies/test_deepspeed_state.py::test_the_weights_of_a_state_are_master_weights",
+        tier="test",
+    ),
+    Mutant(
+        "strategies/deepspeed/strategy.py::DeepSpeedStrategy._start",
+        "elif not self._packs_at_once:",
+        "elif (not (not self._packs_at_once)):",
+        "tests/strategies/test_call_order.py -k ZeRO-1",
+        tier="test",
+    ),
+    Mutant(
+        "trainer/checkpoint/optimizer_state.py::_keep_groups",
+        "optimizer.param_groups = kept",
+        "pass",
+        "tests/strategies/test_foreign_optimizers.py::test_a_resumed_run_has_the_same_bits -k single",
+    ),
+    Mutant(
+        "trainer/metrics/reductions.py::Accumulator.local_value",
+        "return value / (self.weight_on_host + (0.0 if self.weight_on_device is None else self.weight_on_device))",
+        "return value / (self.weight_on_host + (0.0 if (not (self.weight_on_device is None)) else "
+        "self.weight_on_device))",
+        "tests/metrics/test_reductions.py::test_a_mean_so_far_is_over_all_weights",
+    ),
+    Mutant(
+        "strategies/fsdp/dtensors.py::local_slice",
+        "if any(len(indices) == 0 for indices in along):",
+        "if any((not (len(indices) == 0)) for indices in along):",
+        "tests/strategies/test_local_slice.py",
+    ),
+    Mutant(
+        "trainer/guards/optimizer_overrides.py::OverriddenStep.__call__",
+        "if not given.stepped:",
+        "if (not (not given.stepped)):",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
+    ),
+    Mutant(
+        "strategies/deepspeed/empty_parameters.py::RefusingEmptyParameters._check",
+        "if status is None or status is not type(status).NOT_AVAILABLE or func in _ALLOWED or not from_user_code():",
+        "if (not (status is None)) or status is not type(status).NOT_AVAILABLE or func in _ALLOWED "
+        "or not from_user_code():",
+        "tests/strategies/test_deepspeed_problems.py::test_nothing_is_computed_with_an_empty_parameter_alone",
+    ),
+    Mutant(
+        "strategies/deepspeed/config_checks.py::without_auto",
+        "return {key: without_auto(part) for key, part in value.items() if part != AUTO}",
+        "return {key: without_auto(part) for key, part in value.items() if (not (part != AUTO))}",
+        "tests/strategies/test_deepspeed_config.py::test_a_json_is_taken_unmodified_and_all_its_keys_pass_through",
+    ),
+    Mutant(
+        "strategies/fsdp/gradients.py::Gradients._end_of_graph",
+        "self._reached = True",
+        "pass",
+        "tests/strategies/test_fsdp_gradients.py -k x2-Toggled",
+        tier="test",
+    ),
+    Mutant(
+        "trainer/checkpoint/media_state.py::media_of",
+        'require(state, {"kind": tuple(_STATES)}, "a medium")',
+        "pass",
+        "tests/metrics/test_media.py::test_the_state_of_a_medium_is_checked",
+    ),
+    Mutant(
+        "trainer/engine/engine.py::Engine.setup_dataloaders",
+        'self._require_entered("setup_dataloaders")',
+        "pass",
+        "tests/test_engine.py::test_loaders_are_set_up_within_the_block",
+    ),
+    Mutant(
+        "trainer/guards/bad_steps.py::BadSteps.watch",
+        "good = torch.isfinite(loss) & (loss <= self._limit)",
+        "good = torch.isfinite(loss) & ((not (loss <= self._limit)))",
+        "tests/loop/test_step_numbers.py::test_a_loss_that_is_infinite_or_a_spike_changes_no_weight",
+    ),
+    Mutant(
+        "trainer/engine/model.py::Adapter.training_step",
+        'return (self.model if method == "forward" else getattr(self.model, method))(*args, **options)',
+        'return (self.model if (not (method == "forward")) else getattr(self.model, method))(*args, **options)',
+        "tests/test_engine.py::test_a_strategy_calls_the_forward_or_the_method_that_was_called",
+    ),
+    Mutant(
+        "trainer/loop/evaluation.py::_publish",
+        "if not log_results:",
+        "if (not (not log_results)):",
+        "tests/callbacks/test_csv_logger.py::test_evaluation_after_training_adds_to_the_file",
+    ),
+    Mutant(
+        "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
+        "self._parameters = parameters_of(optimizers)",
+        "pass",
+        "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
+    ),
+)
+
+EQUIVALENT = (
+    (
+        Mutant(
+            "trainer/guards/bad_steps.py::KeptBuffers.keep",
+            "self._kept[place] = (buffer, buffer._version, kept[2])",
+            "pass",
+        ),
+        "with an older version, a buffer that has not changed is copied again, and gets the values that it has",
+    ),
+)
+"""Drawn mutants that compute the same, and the reasons."""
 
 
 def _environment(root: Path) -> dict[str, str]:
@@ -180,7 +390,7 @@ def _report(mutants: list[Mutant], root: Path, tests: str | None) -> int:
     """Run the mutants, say of each what became of it, and return 1 if one was not found."""
     results, began = list[str](), time.monotonic()
     for mutant in mutants:
-        results.append(mutant.run(root, tests or mutant.tests))
+        results.append(mutant.run(root, tests or mutant.selection))
         print(f"{results[-1]}: {mutant.place}: {mutant.before}  ->  {mutant.after}", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"{results.count(FOUND)} of {len(results)} were found, in {minutes:.1f} minutes")

@@ -20,6 +20,8 @@ from tests.helpers.compare import QUIET, assert_same_bits
 from tests.messages import raises_recorded
 from trainer import CheckpointError, ConfigError, Engine, Trainer, TrainModule
 from trainer.checkpoint.left_out import LeftOutError
+from trainer.engine.model import Adapter
+from trainer.errors import NotRunningError
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "seed": 7}
 FEATURES = 6
@@ -121,6 +123,13 @@ def test_the_steps_of_any_module_run_like_forward() -> None:
         engine.backward(model.training_step(dataset(8).tensors))
         optimizer.step()
         assert not torch.equal(before["weight"], net.weight)
+
+
+def test_a_strategy_calls_the_forward_or_the_method_that_was_called() -> None:
+    net, batch = WithStep(FEATURES, 1), dataset(8).tensors
+    adapter = Adapter(net)
+    assert torch.equal(adapter.training_step("forward", (batch[0],), {}), net(batch[0]))
+    assert torch.equal(adapter.training_step("training_step", (batch,), {}), net.training_step(batch))
 
 
 def test_two_optimizers_share_a_loss_scale() -> None:
@@ -499,6 +508,11 @@ def test_arguments_are_checked_before_anything_starts() -> None:
         Engine(**CPU).setup(nn.Linear(1, 1))
     with raises_recorded(ConfigError):
         Engine(strategy="xla")
+
+
+def test_loaders_are_set_up_within_the_block() -> None:
+    with pytest.raises(NotRunningError, match="setup_dataloaders must be called inside"):
+        Engine(**CPU).setup_dataloaders([[1]])
 
 
 def test_mistakes_in_the_loop_are_reported_with_their_fix(tmp_path: Path) -> None:

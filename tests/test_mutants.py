@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import ast
+from fnmatch import fnmatchcase
 
-from tests.mutants import MUTANTS, ROOT, changes, drawn
+from tests.mutants import EQUIVALENT, MUTANTS, ROOT, TIERS, changes, drawn
+from tests.tiers import SLOW
 
 
 def test_each_changed_line_is_there_and_stays_python() -> None:
-    for mutant in MUTANTS:
+    for mutant in (*MUTANTS, *(mutant for mutant, _ in EQUIVALENT)):
         _, lines, index = mutant.lines(ROOT)
         lines[index] = lines[index].replace(mutant.before, mutant.after)
         ast.parse("".join(lines))
 
 
 def test_each_mutant_names_tests_that_are_there() -> None:
-    files = {word.partition("::")[0] for mutant in MUTANTS for word in mutant.tests.split() if "/" in word}
-    assert not [name for name in files if not (ROOT / name).exists()]
-    assert all(mutant.tests for mutant in MUTANTS)
+    missing = []
+    for mutant in MUTANTS:
+        file, _, test = mutant.tests.partition(" ")[0].partition("::")
+        source = (ROOT / file).read_text()
+        if f"\ndef {test or 'test_'}" not in source or mutant.tier not in TIERS:
+            missing.append(mutant)
+    assert not missing
+
+
+def test_those_of_the_quick_tier_name_no_slow_file() -> None:
+    files = {mutant.tests.partition(":")[0].removeprefix("tests/") for mutant in MUTANTS if mutant.tier == "quick"}
+    assert not [name for name in files if any(fnmatchcase(name, pattern) for pattern in SLOW)]
 
 
 def test_conditions_numbers_and_statements_are_changed() -> None:

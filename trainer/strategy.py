@@ -271,8 +271,8 @@ class Strategy(ChecksArguments, Answers):
             self._unscaled[id(optimizer)] = optimizer
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
-        """Scale the gradients that wait for a step of `optimizer` by the current loss scale, before a backward of
-        manual optimization adds to them: clipping may have unscaled them, or the scale may be another one now."""
+        """Scale the gradients that wait for a step of `optimizer` by the current loss scale, before a backward adds to
+        them: clipping may have unscaled them, or the scale may be another one now."""
         scaler = self.scaler
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
-from tests.helpers.toy import loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
 
 SCALE = 8.0
@@ -339,3 +339,44 @@ def test_a_fused_optimizer_unscales_by_itself_unless_somebody_looks(monkeypatch:
     assert counts == [0, 9]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=1e-6, atol=1e-8), name
+
+
+class EverySecond(Toy):
+    """Leaves out each second step, one of which overflows, from a scale of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def on_train_start(self) -> None:
+        scaler = self.trainer.strategy.scaler
+        assert scaler is not None
+        scaler.load_state_dict({**scaler.state_dict(), "scale": SCALE})
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self._loss(batch) * (torch.inf if batch_idx == 2 else 1)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.scales.append(self.trainer.strategy.scaler.get_scale())  # type: ignore[union-attr]  # 16-mixed has one
+
+
+def test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale() -> None:
+    module = EverySecond()
+    quiet(max_epochs=1, precision="16-mixed").fit(module, loader(4))
+    assert module.scales == [SCALE, SCALE, SCALE / 2, SCALE / 2]
+
+
+def test_a_step_after_one_that_the_module_left_out_has_gradients_of_the_new_scale() -> None:
+    module, by_hand, data = EverySecond(), Toy(), loader(4)
+    by_hand.load_state_dict(module.state_dict())
+    quiet(max_epochs=1, precision="16-mixed").fit(module, data)
+    optimizer = by_hand.configure_optimizers()
+    for batch in [*data][1::2]:
+        optimizer.zero_grad()
+        by_hand._loss(batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict(), rtol=1e-2, atol=1e-2)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.messages import raises_recorded
-from trainer import ConfigError, Logger
+from trainer import CheckpointError, ConfigError, Logger
+from trainer.checkpoint.media_state import media_of, state_of
 from trainer.metrics.media import Histogram, Images, Media, Table, as_images, png
 
 
@@ -129,3 +130,11 @@ WRONG: dict[str, Any] = {
 def test_what_is_no_picture_and_the_like_is_refused(case: str) -> None:
     with raises_recorded(ConfigError):
         WRONG[case](Kept())
+
+
+def test_the_state_of_a_medium_is_checked() -> None:
+    text = media_of({"kind": "Text", "text": "words"})
+    assert media_of(state_of(text)) == text
+    for state in ({}, {"kind": "Film"}, {"kind": ["Text"]}, {"kind": "Text"}, {"kind": "Text", "text": 1}):
+        with pytest.raises(CheckpointError):
+            media_of(state)

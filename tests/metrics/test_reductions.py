@@ -19,6 +19,15 @@ def result(accumulator: Accumulator) -> float:
     return value / weight
 
 
+@pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0)], ids=["host", "device"])
+def test_a_mean_so_far_is_over_all_weights(weight: Any) -> None:
+    accumulator = Accumulator("mean")
+    assert accumulator.local_value() is None
+    accumulator.add(torch.tensor(2.0), 1)
+    accumulator.add(torch.tensor(6.0), weight)
+    assert float(accumulator.local_value()) == 5.0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("weights", [[4] * 200, [4] * 199 + [1], [1, 2, 3, 4, 5] * 40], ids=["same", "last", "mixed"])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 def test_a_mean_is_that_of_python(weights: list[int], count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainer import ConfigError, Trainer
 from trainer.precision import PRECISIONS
 from trainer.runs.preflight_checks import check_call
 from trainer.strategies import DDPStrategy, FSDPStrategy
+from trainer.strategies.deepspeed.empty_parameters import RefusingEmptyParameters
 from trainer.strategies.deepspeed.problems import optimizer_problems
 from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
@@ -255,3 +257,23 @@ def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str) 
     with raises_recorded(ConfigError):
         kind(**{option: 2})
     assert type(copy.deepcopy(kind())) is kind
+
+
+class Status(enum.Enum):
+    """As DeepSpeed's: whether the full values of a parameter are in memory."""
+
+    AVAILABLE = enum.auto()
+    NOT_AVAILABLE = enum.auto()
+
+
+def test_nothing_is_computed_with_an_empty_parameter_alone() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.weight.ds_status, module.weight.ds_shape = Status.NOT_AVAILABLE, (2, 2)
+    module.bias.ds_status = Status.AVAILABLE
+    with RefusingEmptyParameters(module, "deepspeed_stage_3"):
+        assert torch.equal(torch.ones(2) + module.bias * 0, torch.ones(2))
+        assert module.weight.numel() == 4
+        with pytest.raises(ConfigError, match=r"^weight is read or changed here, where it is empty"):
+            module.weight.sum()
+        with pytest.raises(ConfigError, match=r"^weight is read"):
+            module.weight.detach().sum()

@@ -97,6 +97,8 @@ class Step:
         if self._cleared and self._module.overrides("optimizer_zero_grad"):
             override = OverriddenZeroGrad(self._module, run.progress)
             self.zero_grad = _in_turn(run.hooks.on_before_zero_grad, override)
+        if overrides_step and self._strategy.scaler is not None:  # the scale may have changed since a step left out
+            self.zero_grad = _in_turn(self.zero_grad, self._strategy.scale_gradients)
         if overrides_step or run.closure_needed:
             self.backward_with_hooks = partial(self._remembering, self.backward_with_hooks)
 
