@@ -7,8 +7,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -107,9 +105,9 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
     """Return the first error of all processes; of values that cannot be stored, one error that names all."""
     refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
     everywhere = process_group.all_gather_object((None if refused else problem, refused))
-    first = next(filter(None, map(itemgetter(0), everywhere)), None)
-    every = [*dict.fromkeys(chain.from_iterable(map(itemgetter(1), everywhere)))]
-    return unstorable(every) if first is None and every else first
+    first = next((of_rank for of_rank, _ in everywhere if of_rank is not None), None)
+    every = [one for _, of_rank in everywhere for one in of_rank]
+    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:

@@ -54,7 +54,7 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
 def _other_accelerators() -> list[str]:
     """Return the type of the accelerator that torch knows, if it is not one of `ACCELERATORS`."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return [] if device is None else [*{device.type}.difference(ACCELERATORS)]
+    return [] if device is None or device.type in ACCELERATORS else [device.type]
 
 
 @cache
