@@ -232,8 +232,7 @@ MUTANTS = (
         "strategies/fsdp/gradients.py::Gradients._end_of_graph",
         "self._reached = True",
         "pass",
-        "tests/strategies/test_fsdp_gradients.py -k x2-Toggled",
-        tier="test",
+        "tests/strategies/test_fsdp_manual.py::test_a_backward_through_two_models_reduces_the_gradients_of_both",
     ),
     Mutant(
         "trainer/checkpoint/media_state.py::media_of",
