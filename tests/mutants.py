@@ -187,7 +187,7 @@ MUTANTS = (
         "strategies/deepspeed/strategy.py::DeepSpeedStrategy._start",
         "elif not self._packs_at_once:",
         "elif (not (not self._packs_at_once)):",
-        "tests/strategies/test_call_order.py -k ZeRO-1",
+        "tests/strategies/test_call_order.py::test_another_order_on_one_process_is_reported -k ZeRO-1",
         tier="test",
     ),
     Mutant(
@@ -232,8 +232,7 @@ MUTANTS = (
         "strategies/fsdp/gradients.py::Gradients._end_of_graph",
         "self._reached = True",
         "pass",
-        "tests/strategies/test_fsdp_gradients.py -k x2-Toggled",
-        tier="test",
+        "tests/strategies/test_fsdp_manual.py::test_a_backward_through_two_models_reduces_the_gradients_of_both",
     ),
     Mutant(
         "trainer/checkpoint/media_state.py::media_of",

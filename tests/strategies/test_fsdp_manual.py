@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.processes import once_per_module
+from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.realistic_modules import WIDTH, Block
 from tests.helpers.strategy_runs import WAYS, run_each
-from trainer import TrainModule, seed_everything
+from trainer import Engine, TrainModule, seed_everything
 
 SAMPLES, GLOBAL_BATCH = 24, 8
 NAMES = ("FSDP x2", "FSDP x2, SHARD_GRAD_OP", "FSDP x2, CPU offload")
@@ -86,3 +87,23 @@ def test_layers_outside_of_the_blocks_are_used_again_after_a_backward_and_a_step
             torch.testing.assert_close(
                 value, expected[key], rtol=1e-5, atol=1e-6, msg=lambda message, key=key: f"{key}: {message}"
             )
+
+
+def step_two_models(strategy: str) -> dict[str, torch.Tensor]:
+    """Make two steps with the Engine, each by one backward through two models."""
+    seed_everything(1)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    with Engine(accelerator="cpu", devices=1, strategy=strategy, seed=1) as engine:
+        (first, of_first), (second, of_second) = (engine.setup(net, SGD(net.parameters(), lr=0.1)) for net in nets)
+        for _ in range(2):
+            engine.backward(second(first(torch.ones(2, 4))).square().mean())
+            for optimizer in (of_first, of_second):
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = [engine.full_state_dict(model, everywhere=True) for model in (first, second)]
+    return {f"{number}.{name}": value for number, one in enumerate(weights) for name, value in one.items()}
+
+
+def test_a_backward_through_two_models_reduces_the_gradients_of_both() -> None:
+    (found,) = run_distributed(step_two_models, 1, "fsdp")
+    torch.testing.assert_close(found, step_two_models("auto"))
