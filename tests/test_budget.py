@@ -28,40 +28,40 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 44626 > 39000 | 12744 > 9800 | 0.307 > 0.28  | 329
-callbacks                | 4112          | 1073         | 0.279         | -
+the product              | 44684 > 39000 | 12803 > 9800 | 0.308 > 0.28  | 329
+callbacks                | 4119          | 1078         | 0.28          | -
 strategies               | 701           | 200          | 0.306         | 7
 strategies/deepspeed     | 1457          | 360          | 0.288         | 9
-strategies/fsdp          | 1466          | 468          | 0.328         | 9
+strategies/fsdp          | 1467          | 468          | 0.328         | 9
 strategies/xla           | 500           | 119          | 0.243         | 5
-trainer                  | 4319          | 1149         | 0.286         | 14
-trainer/checkpoint       | 3490          | 1127         | 0.328         | 28
+trainer                  | 4326          | 1153         | 0.287         | 14
+trainer/checkpoint       | 3485          | 1133         | 0.33          | 28
 trainer/cli              | 2053          | 459          | 0.261         | 21
 trainer/cli/checkpoint   | 867           | 257          | 0.348         | 7
 trainer/cli/config       | 713           | 163          | 0.301         | 7
-trainer/cli/doctor       | 428           | 96           | 0.231         | 6
-trainer/cli/estimate     | 497           | 162          | 0.353         | 5
+trainer/cli/doctor       | 428           | 97           | 0.234         | 6
+trainer/cli/estimate     | 496           | 163          | 0.355         | 5
 trainer/cli/migrate      | 872           | 246          | 0.347         | 7
 trainer/cli/runs         | 268           | 102          | 0.356         | 3
 trainer/cli/tune         | 113           | 16           | 0.239         | 2
 trainer/compat           | 1002          | 69           | 0.202         | 8
-trainer/config           | 1872          | 652          | 0.345         | 14
-trainer/data             | 2616          | 896          | 0.344         | 20
-trainer/distributed      | 1112          | 300          | 0.283         | 14
+trainer/config           | 1879          | 657          | 0.347         | 14
+trainer/data             | 2616          | 898          | 0.345         | 20
+trainer/distributed      | 1112          | 301          | 0.284         | 14
 trainer/engine           | 1169          | 341          | 0.329         | 5
 trainer/fault_tolerance  | 1185          | 281          | 0.23          | 14
 trainer/float8           | 132           | 36           | 0.263         | 3
 trainer/launchers        | 768           | 197          | 0.261         | 9
-trainer/loop             | 2672          | 693          | 0.268         | 14 > 14
-trainer/metrics          | 1337          | 419          | 0.312         | 11
+trainer/loop             | 2674          | 695          | 0.268         | 14 > 14
+trainer/metrics          | 1338          | 419          | 0.312         | 11
 trainer/model            | 1959          | 700          | 0.359         | 22
 trainer/testing          | 350           | 64           | 0.21          | 5
-trainer/tuner            | 663           | 184          | 0.29          | 6
+trainer/tuner            | 665           | 187          | 0.294         | 6
 trainer/guards           | 781           | 203          | 0.252         | 11
 trainer/names            | 195           | 43           | 0.2           | 6
 trainer/runs             | 1673          | 608          | 0.397         | 14
 trainer/state            | 1030          | 391          | 0.368         | 9
-strategies/parallel      | 2254          | 670          | 0.337         | 14
+strategies/parallel      | 2291          | 699          | 0.346         | 14
 
 reserve                  | lines of code | branches     |               | files
 Packages                 | 0 of 900      | 0 of 225     |               | 0 of 6
@@ -79,8 +79,8 @@ docstrings and comments  | 0.22
 journey                  | calls
 Trainer(...)             | 296 > 300
 fit to on_fit_start      | 2148 > 2500
-shell to Trainer.fit     | 1578 > 4500
-save_checkpoint          | 894 > 900
+shell to Trainer.fit     | 1581 > 4500
+save_checkpoint          | 895 > 900
 load_from_checkpoint     | 634 > 700
 """
 """Each number: its limit, and after ">" where it has to arrive; of a reserve, what is spent of it.
