@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 44684 > 39000 | 12803 > 9800 | 0.308 > 0.28  | 329
+the product              | 44687 > 39000 | 12802 > 9800 | 0.308 > 0.28  | 329
 callbacks                | 4119          | 1078         | 0.28          | -
 strategies               | 701           | 200          | 0.306         | 7
 strategies/deepspeed     | 1457          | 360          | 0.288         | 9
 strategies/fsdp          | 1467          | 468          | 0.328         | 9
 strategies/xla           | 500           | 119          | 0.243         | 5
 trainer                  | 4326          | 1153         | 0.287         | 14
-trainer/checkpoint       | 3485          | 1133         | 0.33          | 28
+trainer/checkpoint       | 3488          | 1132         | 0.329         | 28
 trainer/cli              | 2053          | 459          | 0.261         | 21
 trainer/cli/checkpoint   | 867           | 257          | 0.348         | 7
 trainer/cli/config       | 713           | 163          | 0.301         | 7
@@ -80,7 +80,7 @@ journey                  | calls
 Trainer(...)             | 296 > 300
 fit to on_fit_start      | 2148 > 2500
 shell to Trainer.fit     | 1581 > 4500
-save_checkpoint          | 895 > 900
+save_checkpoint          | 894 > 900
 load_from_checkpoint     | 634 > 700
 """
 """Each number: its limit, and after ">" where it has to arrive; of a reserve, what is spent of it.

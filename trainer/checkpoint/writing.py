@@ -105,8 +105,11 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
     """Return the first error of all processes; of values that cannot be stored, one error that names all."""
     refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
     everywhere = process_group.all_gather_object((None if refused else problem, refused))
-    first = next(iter([of_rank for of_rank, _ in everywhere if of_rank is not None]), None)
-    every = [one for _, of_rank in everywhere for one in of_rank]
+    first: CheckpointError | None = None
+    every: Refused = []
+    for error, names in everywhere:
+        first = first or error
+        every += names
     return unstorable([*dict.fromkeys(every)]) if first is None and every else first
 
 
