@@ -93,7 +93,7 @@ class HasHyperparameters:
 
         Args:
             args: names of arguments to keep; or a dict, namespace or configuration whose entries are kept.
-            ignore: names of arguments to leave out.
+            ignore: names of values to leave out, also where a base class or an earlier call has kept them.
             frame: the frame of `__init__`. Default: the caller's.
             logger: give the hyperparameters to the loggers.
             values: keep these instead of what the arguments say.
@@ -105,7 +105,8 @@ class HasHyperparameters:
             frame = inspect.currentframe()
             while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # and overrides that call super
                 frame = frame.f_back
-        kept = collect_hyperparameters(frame, self, args, ignore, values)
+        ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
+        kept = collect_hyperparameters(frame, self, args, ignored, values)
         state, is_first = self.__dict__, os.environ.get("RANK", "0") == "0"
         before = state.get("_hparams_inside", {})
         for name in _changed_in_another(before, kept, self.hparams) if is_first else ():
@@ -118,6 +119,8 @@ class HasHyperparameters:
             )
         both = {argument: (*before.get(argument, ()), *names) for argument, names in kept.inside.items()}
         state["_hparams_inside"] = before | {argument: [*dict.fromkeys(names)] for argument, names in both.items()}
+        for name in ignored:
+            self.hparams.pop(name, None)
         self.hparams.update(kept.values)
         state["_hparams_for_loggers"] = logger
         state["_hparams_initial"] = dict(self.hparams)
@@ -147,7 +150,7 @@ class Collected(NamedTuple):
 
 
 def collect_hyperparameters(
-    frame: FrameType | None, owner: object, names: Collection[Any], ignore: Any, values: dict[str, Any]
+    frame: FrameType | None, owner: object, names: Collection[Any], ignored: list[str], values: dict[str, Any]
 ) -> Collected:
     """Return the hyperparameters for `save_hyperparameters(*names, ignore=..., **values)`, called in `frame`.
 
@@ -162,7 +165,6 @@ def collect_hyperparameters(
     if not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
     arguments, kind = arguments_of(frame, owner), type(owner).__name__
-    ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
     whole = next(iter(names), "") if len(names) == 1 else ""
     if not isinstance(whole, str):
         argument = next((name for name, value in reversed(arguments.items()) if value is whole), "")

@@ -501,11 +501,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         self.trainer.run.begin_call("self.gather_uneven", None, check)
         return gather_uneven(data, self.device, self.trainer.strategy.processes, sync_grads)
 
-    def freeze(self) -> None:
-        """Train none of the parameters, and put the module in eval mode."""
+    def freeze(self) -> Self:
+        """Train none of the parameters, put the module in eval mode, and return it."""
         for parameter in self.parameters():
             parameter.requires_grad = False
-        self.eval()
+        return self.eval()
 
     def unfreeze(self) -> None:
         """Train all parameters, and put the module in train mode."""

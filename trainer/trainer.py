@@ -278,8 +278,8 @@ class Trainer:
         `callback_metrics` also has the values over all loaders.
 
         Args:
-            module: its `validation_step` is called. Default: the module of the last run, with the weights of its best
-                checkpoint if that wrote any.
+            module: its `validation_step` is called. Default: the module of the last run, with the weights of the best
+                checkpoint if `fit` wrote any, whatever was evaluated since.
             dataloaders: a loader, a list of loaders, or a dict of loaders by name; or the data module. Default: those
                 of `datamodule` or `module`.
             ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
@@ -1413,8 +1413,9 @@ class Trainer:
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """The callbacks that write checkpoints."""
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        """The callbacks that write checkpoints, also where a fast_dev_run leaves them out."""
+        callbacks = (*self.callbacks, *self.config.left_out)
+        return [callback for callback in callbacks if isinstance(callback, Checkpoint)]
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:

@@ -107,3 +107,117 @@ def test_a_logger_gets_the_hyperparameters_of_module_and_data_in_one_dict(tmp_pa
         trainer.fit(Module(), Data())
         got.append((logger.parameters, str(trainer.state.fn), f"{trainer.state.status}"))
     assert got[0] == got[1] == ({"batch_size": 8, "width": 1}, "TrainerFn.FITTING", "TrainerStatus.FINISHED")
+
+
+# -- what a script asks after a run ------------------------------------------------------------------------------------
+
+
+def weights_seen(library: Library, folder: Path, calls: tuple[str, ...], **settings: Any) -> tuple[list[Any], bool, bool]:
+    """Return the weight that each of the `calls` after `fit` has seen, and what is known of checkpoints."""
+
+    class Falls(library.Module):  # type: ignore[misc]
+        """The first of its three epochs is the best."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return -self.weight.sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.weight.abs().sum())
+            seen.append(self.weight.item())
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.weight.item())
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.weight.item())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    seen: list[float] = []
+    module, data = Falls(), loader(1)
+    best = library.ModelCheckpoint(monitor="val_loss", mode="min")
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "callbacks": [best]}
+    trainer = library.Trainer(**{"max_epochs": 3, **options, **off, **settings})
+    trainer.fit(module, data, data)
+    seen.clear()
+    for call in calls:
+        stage, _, given = call.partition(" ")
+        trainer_call = getattr(trainer, stage)
+        if given == "module":
+            trainer_call(module, data)
+        else:
+            trainer_call(dataloaders=data, **({"ckpt_path": given} if given else {}))
+    return seen, trainer.checkpoint_callback is best, best.best_model_path == ""
+
+
+CALLS = ["validate", "test", "predict", "validate module", "test module", "predict module", "test best"]
+
+
+@pytest.mark.parametrize("last", ["validate", "test", "predict"])
+@pytest.mark.parametrize("before", [(), *((one,) for one in CALLS), ("validate module", "test module")], ids=str)
+def test_evaluation_without_a_module_takes_the_best_weights_whatever_was_evaluated_before(
+    before: tuple[str, ...], last: str, tmp_path: Path
+) -> None:
+    theirs = weights_seen(LIGHTNING, tmp_path / "theirs", (*before, last))
+    assert weights_seen(OURS, tmp_path / "ours", (*before, last)) == theirs
+    assert theirs[0][-1] == 1.0
+
+
+def test_a_fast_dev_run_knows_its_checkpoint_callback(tmp_path: Path) -> None:
+    theirs = weights_seen(LIGHTNING, tmp_path / "theirs", ("test module",), fast_dev_run=True)
+    assert weights_seen(OURS, tmp_path / "ours", ("test module",), fast_dev_run=True) == theirs == ([1.0], True, True)
+
+
+def ignored(library: Library) -> list[dict[str, Any]]:
+    """Return the hyperparameters of classes that leave out what was kept before."""
+
+    class Base(library.Module):  # type: ignore[misc]
+        def __init__(self, a: int = 1, b: int = 2, c: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Without(Base):
+        def __init__(self, a: int = 1, b: int = 2, d: int = 4) -> None:
+            super().__init__(a, b)
+            self.save_hyperparameters(ignore=["b"])
+
+    class OfTheBase(Base):
+        def __init__(self, b: int = 2) -> None:
+            super().__init__(b=b)
+            self.save_hyperparameters(ignore="c")
+
+    class Added(Base):
+        def __init__(self, a: int = 1, b: int = 2) -> None:
+            super().__init__(a, b)
+            self.hparams["z"] = 1
+            self.save_hyperparameters(ignore=["b", "z"])
+
+    class Entries(Base):
+        def __init__(self, b: int = 2) -> None:
+            super().__init__(b=b)
+            self.save_hyperparameters({"b": 5, "q": 1}, ignore=["b"])
+
+    class Twice(library.Module):  # type: ignore[misc]
+        def __init__(self, a: int = 1, b: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="b")
+            self.save_hyperparameters("b")
+
+    modules = [cls() for cls in (Base, Without, OfTheBase, Added, Entries, Twice)]
+    return [dict(values) for one in modules for values in (one.hparams, one.hparams_initial)]
+
+
+def test_ignored_hyperparameters_are_left_out_where_a_base_class_kept_them() -> None:
+    assert ignored(OURS) == ignored(LIGHTNING)
+
+
+def test_freeze_returns_the_module() -> None:
+    for library in (OURS, LIGHTNING):
+        module = library.Module()
+        assert module.freeze() is module

@@ -110,7 +110,7 @@ def read_call(
         module = last.module
         if datamodule is None and all(loaders is None for loaders in data.values()):
             datamodule = last.datamodule
-        if ckpt_path is None and best and last.stage == "fit":
+        if ckpt_path is None and best:  # whatever was evaluated since, as in Lightning
             log.info("%s() without a module: the best checkpoint of the last fit is used, %s", stage, best)
             ckpt_path = "best"
     return Call(stage, module, data, datamodule, ckpt_path)

@@ -41,6 +41,8 @@ class ResolvedConfig:
     """The parts to compile and the options of torch.compile; None: do not compile."""
     reasons: dict[str, str]
     """The reasons for "device", "devices", "strategy" and "precision", as texts."""
+    left_out: list[Callback]
+    """The callbacks that would write what a fast_dev_run leaves out."""
     time_limit: Callback | None = None
     """The callback that holds `max_time`."""
     sync_batchnorm: bool = False
@@ -176,7 +178,7 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     time_limit = callback_named("Timer")(**limit) if settings.max_time is not None else None
     found += _problems_of_callbacks(settings)
     raise_problems(found, "the Trainer's arguments")
-    callbacks, loggers = _callbacks(settings, time_limit)
+    callbacks, loggers, left_out = _callbacks(settings, time_limit)
     reasons = {
         "device": device_reason,
         "devices": devices_reason,
@@ -185,7 +187,7 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
     }
     where = device_type, devices, device_ids, devices * num_nodes
     objects = strategy, precision, callbacks, loggers
-    return ResolvedConfig(settings, *where, *objects, compilation, reasons, time_limit, sync_batchnorm)
+    return ResolvedConfig(settings, *where, *objects, compilation, reasons, left_out, time_limit, sync_batchnorm)
 
 
 def _launch_problems(settings: Settings, environment: Environment, device_type: str, devices: int) -> list[str]:
@@ -251,8 +253,9 @@ def _problems_of_callbacks(settings: Settings) -> list[str]:
     return problems
 
 
-def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Callback], list[Logger]]:
-    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
+def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Callback], list[Logger], list[Callback]]:
+    """Return callbacks and loggers, the user's and those of the settings that the user did not pass; and the callbacks
+    that a fast_dev_run leaves out."""
     callbacks = _listed(settings.callbacks)
     if time_limit is not None:
         callbacks.append(time_limit)
@@ -263,9 +266,10 @@ def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Ca
     wanted = [argument for argument in DEFAULT_CALLBACKS if getattr(settings, argument) and argument not in given]
     callbacks += [callback_named(DEFAULT_CALLBACKS[argument])() for argument in wanted]
     if settings.fast_dev_run:
-        return _without_writers(settings, callbacks), [DummyLogger()] if settings.logger else []
+        kept = _without_writers(settings, callbacks)
+        return kept, [DummyLogger()] if settings.logger else [], [one for one in callbacks if one not in kept]
     callbacks += _loggers(settings)
-    return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
+    return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)], []
 
 
 def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[Callback]:
