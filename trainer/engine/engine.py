@@ -35,6 +35,7 @@ from trainer.optimizers import check_parameters
 from trainer.precision import Precision
 from trainer.runs.compare_ranks import compare
 from trainer.runs.resolved_config import resolve_config
+from trainer.runs.run_facts import RunFacts
 from trainer.seed import seed_generators, seed_readers
 from trainer.settings import Settings
 from trainer.state.hook_changes import HookChanges
@@ -223,7 +224,7 @@ class Engine(Answers):
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)
-        check_built(adapter, strategy, bool(optimizers))
+        check_built(adapter, strategy, RunFacts(strategy), bool(optimizers))
         names = {parameter: name for name, parameter in module.named_parameters()}
         own = names if strategy.shards_state else [p for p in names if optimizers and p.requires_grad]
         shared = next((names[parameter] for parameter in own if parameter in self._given), None)

@@ -32,14 +32,19 @@ _MISSING = "missing"
 # -- the differences ---------------------------------------------------------------------------------------------------
 
 
-def differences(facts: Sequence[Mapping[str, str]], holders: Sequence[str] = ()) -> list[str]:
+def differences(
+    facts: Sequence[Mapping[str, str]], holders: Sequence[str] = (), only_common: bool = False
+) -> list[str]:
     """Return a line for each fact that differs: `lr: 0.1 on ranks 0, 2, and 0.2 on rank 1`.
 
     Args:
         facts: the facts of each holder, by name.
-        holders: what to call them, as in "0.1 here"; default: ranks.
+        holders: their names, as in "0.1 here"; default: ranks.
+        only_common: leave out facts that some holders do not have.
     """
     names = dict.fromkeys(name for of_one in facts for name in of_one)
+    if only_common:
+        names = {name: None for name in names if all(name in of_one for of_one in facts)}
     values = {name: [of_one.get(name, _MISSING) for of_one in facts] for name in names}
     return [f"{name}: {_by_holder(texts, holders)}" for name, texts in values.items() if len(set(texts)) > 1]
 
@@ -100,8 +105,13 @@ def compare(
     gathered = processes.all_gather_object((digest, also))
     if len({digest for digest, _ in gathered}) == 1:
         return [also for _, also in gathered]
-    raise ConfigError(
-        f"the processes do not agree:{listed(_differences_of_ranks(processes, own))}\n{fix} "
+    raise disagreement(_differences_of_ranks(processes, own), fix)
+
+
+def disagreement(lines: list[str], fix: str) -> ConfigError:
+    """Return the error of processes that differ: `differences`, and the last sentence but one of the message."""
+    return ConfigError(
+        f"the processes do not agree:{listed(lines)}\n{fix} "
         "Look for what depends on the rank, the time, the machine, or random numbers without a seed."
     )
 

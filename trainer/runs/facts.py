@@ -9,16 +9,17 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import flat_names, local_path
-from trainer.callback import AccumulationSchedule
+from trainer.callback import AccumulationSchedule, Callback, Checkpoint
 from trainer.data.fingerprints import (
     function_fingerprint,
     functions_of,
@@ -36,61 +37,41 @@ from trainer.optimizers import TimedScheduler
 from trainer.precision import Precision
 from trainer.runs.callback_states import callbacks_by_state_key
 from trainer.runs.compare_ranks import as_text, describe_tensor
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
+from trainer.runs.resolved_config import ResolvedConfig
+from trainer.settings import Settings
 
 Facts = Mapping[str, Mapping[str, str]]
 """Texts that are equal if nothing has changed: by the names of `GROUPS`, then by option or layer."""
 
 
-class FactGroup(NamedTuple):
-    """The way in which the facts of one kind are compared with a checkpoint."""
-
-    meaning: str
-    of_loader: bool = False
-    """They describe the training loader, and may depend on the number of processes."""
-    breaks_epoch: bool = False
-    """Another value gives the rest of an epoch other samples than those that are still unused."""
-    of_objects: bool = False
-    """They describe objects that may keep counters and caches in themselves, or grow while training."""
-    needs_both: bool = False
-    """A fact that only the checkpoint or only the run has is not compared."""
-    remark: str = ""
-    """A sentence on what the resumed run does about a difference."""
-
-
-_of_loader = partial(FactGroup, of_loader=True, needs_both=True)
-_of_order = partial(_of_loader, breaks_epoch=True)
-
-GROUPS = {
-    "dataset": _of_order(
-        "the samples of the training dataset",
-        of_objects=True,
-        remark="After another random_split, samples of the validation are trained on. Seed it: "
-        "random_split(..., generator=torch.Generator().manual_seed(0)).",
-    ),
-    "loader": _of_order("the kind of the training loader"),
-    "sampler": _of_order("the sampler of the training loader", of_objects=True),
-    "shuffle": _of_order("the order of the samples"),
-    "batch_size": _of_loader("the samples of a batch, over all processes"),
-    "drop_last": _of_loader("what happens to the last, shorter batch"),
-    "contents": _of_loader("samples that the training dataset keeps in memory", of_objects=True),
-    "collate_fn": _of_loader("the function that makes a batch of samples", of_objects=True),
-    "seed": FactGroup("the Trainer's seed"),
-    "optimizers": FactGroup("the optimizers' options", remark="The checkpoint's options of optimizers are used."),
-    "schedulers": FactGroup(
-        "the schedulers' options",
-        remark="The checkpoint's options of schedulers are used, but the code's functions, interval, frequency and "
-        "monitor.",
-    ),
-    "module": FactGroup("the layers, which parameters are frozen, and the dtypes of parameters and buffers"),
-    "hyperparameters": FactGroup("the hyperparameters of the module and the data module"),
-    "settings": FactGroup("arguments of the Trainer that change a step"),
-    "callbacks": FactGroup("the options of callbacks", needs_both=True),
-    "versions": FactGroup("torch, Python and this package"),
-}
+OF_LOADER = ("dataset", "loader", "sampler", "shuffle", "batch_size", "drop_last", "contents", "collate_fn")
+"""The kinds of facts of the training loader, which may depend on the number of processes."""
+BREAKS_EPOCH = ("dataset", "loader", "sampler", "shuffle")
+"""The kinds whose change gives the rest of an epoch other samples than the unused ones."""
+OF_OBJECTS = ("dataset", "sampler", "contents", "collate_fn")
+"""The kinds that describe objects which may keep counters and caches in themselves, or grow while training."""
+NEED_BOTH = (*OF_LOADER, "callbacks")
+"""The kinds of which a fact that only the checkpoint or only the run has is not compared."""
+GROUPS = (
+    *OF_LOADER,
+    "seed",
+    "optimizers",
+    "schedulers",
+    "module",  # the layers, which parameters are frozen, and the dtypes of parameters and buffers
+    "hyperparameters",  # of the module and the data module
+    "settings",  # the arguments of the Trainer that change a step
+    "callbacks",
+    "versions",
+)
 """The kinds of facts that a resumed run compares; `fit(..., allow_changes=[...])` takes their names."""
+REMARKS = {
+    "dataset": "After another random_split, samples of the validation are trained on. Seed it: "
+    "random_split(..., generator=torch.Generator().manual_seed(0)).",
+    "optimizers": "The checkpoint's options of optimizers are used.",
+    "schedulers": "The checkpoint's options of schedulers are used, but the code's functions, interval, frequency and "
+    "monitor.",
+}
+"""A sentence on what the resumed run does about a difference."""
 
 MAY_DIFFER = (
     "accelerator",  # of these three the choices are compared
@@ -135,13 +116,12 @@ _HOOKS = (
 )
 
 
-# -- what a run is -----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
-    """Yield the call, the settings, callbacks and versions, which all processes have to share."""
-    config = run.config
-    yield "stage", run.stage
+def facts_of_settings(stage: str, config: ResolvedConfig, callbacks: list[Callback]) -> Iterator[tuple[str, object]]:
+    """Yield the call, the settings, the callbacks and the versions, which all processes have to share."""
+    yield "stage", stage
     for field in dataclasses.fields(config.settings):
         if field.name not in MAY_DIFFER:
             yield field.name, getattr(config.settings, field.name)
@@ -152,13 +132,7 @@ def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
     for name, value in config.strategy._arguments.items():
         yield f"{kind.__name__}, {name}", value
         yield f"{kind.__name__}, content of {name}", _json_content(value)
-    needed = [callback for callback in run.callbacks if callback.agree_on is not None]
-    yield "callbacks", [type(callback) for callback in needed]
-    for where, callback in _named(needed):
-        for name in callback.agree_on or ():
-            value = getattr(callback, name)
-            yield f"{where}.{name}", value
-            yield f"{where}.{name}, fingerprint of its code and values", function_fingerprint(value)
+    yield from _facts_of_shared_callbacks(callbacks, config.strategy.shards_state)
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
     yield "this package", __version__
@@ -166,12 +140,54 @@ def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
 
 def _json_content(value: object) -> Any:
     """Return the content of the JSON file at a path; None if `value` is something else."""
-    if not str(value).endswith(".json"):
-        return None
-    try:
-        return json.loads(local_path(str(value)).read_text())
-    except (OSError, ValueError):  # the strategy says so
-        return None
+    if str(value).endswith(".json"):
+        with suppress(OSError, ValueError):  # the strategy reports it
+            return json.loads(local_path(str(value)).read_text())
+    return None
+
+
+def _facts_of_shared_callbacks(callbacks: list[Callback], shards_state: bool) -> Iterator[tuple[str, object]]:
+    """Yield the callbacks that all processes must have, with their options and the folders of shards."""
+    shared = [callback for callback in callbacks if callback.agree_on is not None]
+    yield "callbacks", [type(callback) for callback in shared]
+    for name, value in _options_of_callbacks(_named(shared)).items():
+        yield name, value
+        yield f"{name}, fingerprint of its code and values", function_fingerprint(value)
+    for where, one in _named(shared):
+        if isinstance(one, Checkpoint) and shards_state:  # all processes write into it
+            yield f"{where}.dirpath", f"folder {one.dirpath}"
+
+
+def _options_of_callbacks(named: Iterable[tuple[str, Callback]]) -> dict[str, object]:
+    return {f"{where}.{name}": getattr(one, name) for where, one in named for name in one.agree_on or ()}
+
+
+def kept_facts_of_settings(settings: Settings, precision: Precision, callbacks: list[Callback]) -> Facts:
+    """Return what a checkpoint keeps: the settings that change a step, the options of callbacks, and the versions."""
+    accumulating = [one.scheduling for one in callbacks if isinstance(one, AccumulationSchedule)]
+    # The key of a ModelCheckpoint has its options.
+    others = [(key, one) for key, one in callbacks_by_state_key(callbacks).items() if not isinstance(one, Checkpoint)]
+    return {
+        "settings": {
+            **{name: as_text(getattr(settings, name)) for name in _SETTINGS},
+            "precision": precision.name,
+            "schedule of accumulation": as_text(accumulating),
+        },
+        "callbacks": as_texts(_options_of_callbacks(others)),
+        "versions": {
+            "torch": str(torch.__version__),
+            "Python": platform.python_version(),
+            "exact-trainer": __version__,
+        },
+    }
+
+
+def as_texts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Return facts as texts."""
+    return {name: as_text(value) for name, value in facts.items()}
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]:
@@ -186,7 +202,7 @@ def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]
 
 
 def facts_of_tensors(module: TrainModule, training: bool) -> Iterator[tuple[str, object]]:
-    """Yield what the processes have to share of a module beside `facts_of_module`.
+    """Yield the facts of a module that all processes have to share in addition to `facts_of_module`.
 
     Parameters and buffers come in the order in which strategies send them; tied parameters count once.
     """
@@ -197,16 +213,15 @@ def facts_of_tensors(module: TrainModule, training: bool) -> Iterator[tuple[str,
         yield f"parameter {name}", f"{describe_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
     for name, buffer in module.named_buffers():
         owner, _, own = name.rpartition(".")
-        persistent = own not in module.get_submodule(owner)._non_persistent_buffers_set
-        yield f"buffer {name}", f"{describe_tensor(buffer)}{'' if persistent else ', not in the state_dict'}"
+        saved = own not in module.get_submodule(owner)._non_persistent_buffers_set
+        yield f"buffer {name}", f"{describe_tensor(buffer)}{'' if saved else ', not in the state_dict'}"
 
 
 def describe_layer(layer: torch.nn.Module) -> str:
     """Return a layer's class and options as text."""
-    try:
+    options = ""
+    with suppress(Exception):  # code of the user
         options = layer.extra_repr()
-    except Exception:  # the user's
-        options = ""
     return f"{class_of(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
 
 
@@ -215,42 +230,45 @@ def hooks_of(module: torch.nn.Module) -> dict[str, str]:
 
     Without the hooks of wandb, which are for rank 0 alone.
     """
-    found: dict[str, list[str]] = {}
+    found = {}
     for name, place in [*module.named_modules(), *module.named_parameters()]:
         for kind in _HOOKS:
-            for hook in (getattr(place, kind, None) or {}).values():
-                if str(getattr(hook, "__module__", "")).partition(".")[0] != "wandb":
-                    where = f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}"
-                    found.setdefault(where, []).append(name_of(hook))
-    return {where: ", ".join(names) for where, names in found.items()}
+            hooks = [*(getattr(place, kind, None) or {}).values()]
+            names = [name_of(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("wandb")]
+            if names:
+                found[f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}"] = ", ".join(names)
+    return found
 
 
-def facts_of_optimizers(module: TrainModule, optimizers: list[Optimizer]) -> Iterator[tuple[str, object]]:
-    """Yield the classes of optimizers, and their options by group, as pairs of a name and a value."""
+# -- optimizers and schedulers -----------------------------------------------------------------------------------------
+
+
+def facts_of_optimizers(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[str, object]:
+    """Return the classes of optimizers, and their options by group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    yield "optimizers", [type(optimizer) for optimizer in optimizers]
+    facts: dict[str, object] = {"optimizers": [type(optimizer) for optimizer in optimizers]}
     for where, optimizer in _named(optimizers):
+        several = len(optimizer.param_groups) > 1
         for number, group in enumerate(optimizer.param_groups):
-            owner = f"{where}, group {number}" if len(optimizer.param_groups) > 1 else where
-            yield f"{owner}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
-            for option in sorted(group.keys() - {"params"}):
-                yield f"{owner}, {option}", group[option]
-        for name, value in vars(optimizer).items():
-            if is_scalar(value) and not name.startswith("_"):
-                yield f"{where}, {name}", value
+            owner = f"{where}, group {number}" if several else where
+            facts[f"{owner}, parameters"] = [names.get(id(parameter)) for parameter in group["params"]]
+            facts |= {f"{owner}, {option}": group[option] for option in sorted(group.keys() - {"params"})}
+        own = {name: value for name, value in vars(optimizer).items() if is_scalar(value)}
+        facts |= {f"{where}, {name}": value for name, value in own.items() if not name.startswith("_")}
+    return facts
 
 
-def facts_of_schedulers(schedulers: list[TimedScheduler]) -> Iterator[tuple[str, object]]:
-    """Yield the classes of schedulers, and their options, as pairs of a name and a value."""
-    yield "schedulers", [type(config.scheduler) for config in schedulers]
-    for (where, scheduler), config in zip(_named([c.scheduler for c in schedulers]), schedulers, strict=True):
+def facts_of_schedulers(schedulers: list[TimedScheduler]) -> dict[str, object]:
+    """Return the classes of schedulers, and their options."""
+    facts: dict[str, object] = {"schedulers": [type(config.scheduler) for config in schedulers]}
+    for (where, scheduler), config in zip(_named(c.scheduler for c in schedulers), schedulers, strict=True):
         options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
-        for option, value in {**_options(scheduler), **options}.items():
-            yield f"{where}, {option}", value
+        facts |= {f"{where}, {option}": value for option, value in {**_options(scheduler), **options}.items()}
+    return facts
 
 
 def _options(scheduler: Any) -> dict[str, Any]:
-    """Return the attributes of a scheduler, and those of the schedulers in it."""
+    """Return the attributes of a scheduler, and of the schedulers inside it."""
     own = dict(getattr(scheduler, "__dict__", {}))
     if "_milestones" in own:
         own["milestones"] = own.pop("_milestones")
@@ -268,43 +286,16 @@ def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         yield kind if seen[kind] == 1 else f"{kind} number {seen[kind]}", one
 
 
-# -- what a checkpoint keeps of it -------------------------------------------------------------------------------------
-
-
-def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[TimedScheduler]) -> Facts:
-    """Return the facts of optimizers and settings, before anything is restored from a checkpoint.
-
-    Args:
-        optimizers: the user's, before the strategy prepares them.
-    """
-    of_optimizers = dict(facts_of_optimizers(run.module, optimizers))
-    of_schedulers = dict(facts_of_schedulers(schedulers))
+def kept_facts_of_optimizers(of_optimizers: Mapping[str, object], of_schedulers: Mapping[str, object]) -> Facts:
+    """Return what a checkpoint keeps: options, the parameters of several groups, and values that functions read."""
     of_groups = {
         name: as_text(sorted(map(str, names)))
         for name, names in of_optimizers.items()
         if isinstance(names, list) and ", group " in name
     }
-    accumulating = [c.scheduling for c in run.callbacks if isinstance(c, AccumulationSchedule)]
     return {
         "optimizers": _kept(of_optimizers) | of_groups,
         "schedulers": _kept(of_schedulers) | _facts_of_functions(of_schedulers),
-        "settings": {
-            **{name: as_text(getattr(run.settings, name)) for name in _SETTINGS},
-            "precision": run.strategy.precision.name,
-            "schedule of accumulation": as_text(accumulating),
-        },
-        # What a ModelCheckpoint is stands in its key.
-        "callbacks": {
-            f"{key}.{name}": as_text(getattr(callback, name))
-            for key, callback in callbacks_by_state_key(run.callbacks).items()
-            if callback not in run.checkpoint_callbacks
-            for name in callback.agree_on or ()
-        },
-        "versions": {
-            "torch": str(torch.__version__),
-            "Python": platform.python_version(),
-            "exact-trainer": __version__,
-        },
     }
 
 
@@ -316,11 +307,13 @@ def _kept(facts: Mapping[str, object]) -> dict[str, str]:
 
 
 def _facts_of_functions(of_schedulers: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a schedule's functions read, and the attributes of objects that are called instead of a function."""
+    """Return the values that a schedule's functions read, and the attributes of objects in place of functions."""
     found: dict[str, str] = {}
-    for name in of_schedulers:
-        owner, _, option = name.rpartition(", ")
-        for one in of_schedulers[name] if option.endswith("lr_lambdas") else ():
+    for name, functions in of_schedulers.items():
+        if not name.endswith("lr_lambdas"):
+            continue
+        owner = name.rpartition(", ")[0]
+        for one in functions:
             read = globals_fingerprints(functions_of(one)) | read_values_fingerprints(one)
             found |= {f"{owner}, {what} in lr_lambdas": text for what, text in read.items()}
             if not isinstance(one, (FunctionType, MethodType, partial)):  # torch restores these attributes
@@ -329,18 +322,19 @@ def _facts_of_functions(of_schedulers: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def facts_of_data(loader: BatchLoader, readers: int) -> Facts:
+# -- data and call -----------------------------------------------------------------------------------------------------
+
+
+def facts_of_data(loader: BatchLoader, readers: int) -> dict[str, dict[str, str]]:
     """Return the facts of the training loader, on so many data-parallel ranks."""
-    described = {name: {"": text} for name, text in loader.identity(readers).items()}
-    numbers = loader.numbers()
-    return {name: described.get(name, {}) | numbers.get(name, {}) for name in {**described, **numbers}}
-
-
-def facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) -> Facts:
-    """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
-    facts = {"seed": {"": str(seed)}}
-    if hyperparameters is not None:
-        of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
-        values = of_module | {f"data, {name}": value for name, value in of_data.items()}
-        facts["hyperparameters"] = {name: as_text(value) for name, value in values.items()}
+    facts = {name: {"": text} for name, text in loader.identity(readers).items()}
+    for name, numbers in loader.numbers().items():
+        facts[name] = {**facts.get(name, {}), **numbers}
     return facts
+
+
+def facts_of_call(seed: int, hyperparameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
+    of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
+    named = of_module | {f"data, {name}": value for name, value in of_data.items()}
+    return {"seed": {"": str(seed)}, "hyperparameters": as_texts(named)}

@@ -24,7 +24,6 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import FolderLock
 from trainer.metrics.logger_folder import LoggerFolder
-from trainer.runs.compare_ranks import compare
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -162,18 +161,6 @@ def of_rank_zero(processes: SingleProcess, path: StoragePath | None) -> StorageP
     """Return rank 0's path on all processes. Collective."""
     named = processes.broadcast_object(None if path is None else str(path))
     return None if named is None else as_storage_path(named)
-
-
-def check_folders_of_shards(run: Run) -> None:
-    """Check that the `dirpath` of each ModelCheckpoint that writes shards is one folder. Collective.
-
-    Raises:
-        ConfigError: as `compare`.
-    """
-    if run.strategy.shards_state:
-        folders = [(f"{type(one).__name__}.dirpath", f"folder {one.dirpath}") for one in run.checkpoint_callbacks]
-        fix = "All processes write their shards into it: give the same path everywhere, on a disk that they share."
-        compare(run.strategy.processes, folders, fix)
 
 
 def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = False) -> StoragePath:
