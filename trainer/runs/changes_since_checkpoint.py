@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from trainer.arguments import flat_names
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, first_of, printable, shown
-from trainer.runs.callback_states import callbacks_by_state_key, owners_of_states
+from trainer.runs.callback_states import keys_here
 from trainer.runs.compare_ranks import differences, listed
 from trainer.runs.facts import BREAKS_EPOCH, DTYPE, GROUPS, NEED_BOTH, OF_LOADER, REMARKS, Facts, facts_of_call
 
@@ -77,11 +78,12 @@ def _facts_to_compare(run: Run, checkpoint: Mapping[str, Any]) -> Facts:
 
 def _facts_of_same_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of the checkpoint's callbacks under the keys of the callbacks that take their states here."""
-    own = {id(callback): key for key, callback in callbacks_by_state_key(run.callbacks).items()}
-    keys = {key: own[id(callback)] for key, callback in owners_of_states(run.callbacks, checkpoint).owners.items()}
-    saved = checkpoint["facts"].get("callbacks", {})
-    split = {tuple(fact.rpartition(".")): text for fact, text in saved.items()}
-    return {f"{keys[key]}.{option}": text for (key, _, option), text in split.items() if key in keys}
+    keys, facts = keys_here(run.callbacks, checkpoint), {}
+    for fact, text in checkpoint["facts"].get("callbacks", {}).items():
+        key, _, option = fact.rpartition(".")
+        if key in keys:
+            facts[f"{keys[key]}.{option}"] = text
+    return facts
 
 
 def _facts_now(run: Run, loader: BatchLoader) -> Facts:
@@ -189,7 +191,7 @@ def _allowing(session: Session, names: list[str]) -> str:
 
 def _listed(changed: Mapping[str, list[str]]) -> str:
     """Return the changes, a line each, and what the run does about them."""
-    lines = [line for lines in changed.values() for line in lines]
+    lines = [*chain.from_iterable(changed.values())]
     return "\n".join([listed(lines), *(REMARKS[name] for name in changed if name in REMARKS)])
 
 

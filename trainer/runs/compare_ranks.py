@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
 from functools import partial
+from itertools import chain
 from numbers import Number
 from pathlib import Path
 from types import FunctionType, NoneType
@@ -42,11 +44,12 @@ def differences(
         holders: their names, as in "0.1 here"; default: ranks.
         only_common: leave out facts that some holders do not have.
     """
-    names = dict.fromkeys(name for of_one in facts for name in of_one)
-    if only_common:
-        names = {name: None for name in names if all(name in of_one for of_one in facts)}
-    values = {name: [of_one.get(name, _MISSING) for of_one in facts] for name in names}
-    return [f"{name}: {_by_holder(texts, holders)}" for name, texts in values.items() if len(set(texts)) > 1]
+    lines = []
+    for name in dict.fromkeys(chain.from_iterable(facts)):
+        values = [of_one.get(name, _MISSING) for of_one in facts]
+        if len(set(values)) > 1 and not (only_common and _MISSING in values):
+            lines.append(f"{name}: {_by_holder(values, holders)}")
+    return lines
 
 
 def _by_holder(values: list[str], holders: Sequence[str]) -> str:
@@ -54,7 +57,7 @@ def _by_holder(values: list[str], holders: Sequence[str]) -> str:
     numbers: dict[str, list[int]] = {}
     for number, value in enumerate(values):
         numbers.setdefault(value, []).append(number)
-    position = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
+    position = len(os.path.commonprefix(values))  # noqa: RUF071  # of characters
     return ", and ".join(
         f"{_short(value, position)} {holders[who[0]] if holders else f'on {format_ranks(who)}'}"
         for value, who in numbers.items()
@@ -69,8 +72,9 @@ def _short(value: str, position: int) -> str:
 
 
 def listed(lines: list[str], most: int = MOST_LINES) -> str:
-    """Return the first lines, each on a line of its own and indented."""
-    return "".join(f"\n  {line}" for line in [*lines[:most], *["and more"] * (len(lines) > most)])
+    """Return the first lines, each on a separate line and indented."""
+    shown = lines if len(lines) <= most else [*lines[:most], "and more"]
+    return "".join(f"\n  {line}" for line in shown)
 
 
 # -- between processes -------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ def as_text(value: object) -> str:
 
     Paths may differ from machine to machine, so they all have the same text; so have objects of one class.
     """
-    if isinstance(value, np.generic) or _is_small(value):
+    if _is_small(value):
         return as_text(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -178,6 +182,7 @@ def _given_to(function: FunctionType) -> str:
 
 
 _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (np.generic, lambda value: as_text(value.tolist())),
     (Path, lambda value: "a path"),
     (str, lambda value: "a path" if value.startswith(("/", "~")) else repr(value)),
     ((NoneType, bytes, Number, timedelta, date, torch.dtype, Enum), repr),
@@ -188,4 +193,4 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (partial, lambda value: f"{as_text(value.func)}({as_text([*value.args, value.keywords])})"),
     (FunctionType, lambda value: f"{value.__qualname__}{_given_to(value)}"),
 )
-"""The descriptions of values by their classes, of which the first that fits is taken; others have a name alone."""
+"""The descriptions of values by their classes: the first that fits is taken, and others have a name alone."""

@@ -150,10 +150,10 @@ def _facts_of_shared_callbacks(callbacks: list[Callback], shards_state: bool) ->
     """Yield the callbacks that all processes must have, with their options and the folders of shards."""
     shared = [callback for callback in callbacks if callback.agree_on is not None]
     yield "callbacks", [type(callback) for callback in shared]
-    for name, value in _options_of_callbacks(_named(shared)).items():
+    for name, value in _options_of_callbacks(named(shared)).items():
         yield name, value
         yield f"{name}, fingerprint of its code and values", function_fingerprint(value)
-    for where, one in _named(shared):
+    for where, one in named(shared):
         if isinstance(one, Checkpoint) and shards_state:  # all processes write into it
             yield f"{where}.dirpath", f"folder {one.dirpath}"
 
@@ -247,7 +247,7 @@ def facts_of_optimizers(module: torch.nn.Module, optimizers: list[Optimizer]) ->
     """Return the classes of optimizers, and their options by group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     facts: dict[str, object] = {"optimizers": [type(optimizer) for optimizer in optimizers]}
-    for where, optimizer in _named(optimizers):
+    for where, optimizer in named(optimizers):
         several = len(optimizer.param_groups) > 1
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{where}, group {number}" if several else where
@@ -261,7 +261,7 @@ def facts_of_optimizers(module: torch.nn.Module, optimizers: list[Optimizer]) ->
 def facts_of_schedulers(schedulers: list[TimedScheduler]) -> dict[str, object]:
     """Return the classes of schedulers, and their options."""
     facts: dict[str, object] = {"schedulers": [type(config.scheduler) for config in schedulers]}
-    for (where, scheduler), config in zip(_named(c.scheduler for c in schedulers), schedulers, strict=True):
+    for (where, scheduler), config in zip(named(c.scheduler for c in schedulers), schedulers, strict=True):
         options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
         facts |= {f"{where}, {option}": value for option, value in {**_options(scheduler), **options}.items()}
     return facts
@@ -272,12 +272,12 @@ def _options(scheduler: Any) -> dict[str, Any]:
     own = dict(getattr(scheduler, "__dict__", {}))
     if "_milestones" in own:
         own["milestones"] = own.pop("_milestones")
-    for where, inner in _named(own.pop("_schedulers", ())):
+    for where, inner in named(own.pop("_schedulers", ())):
         own |= {f"{where}.{option}": value for option, value in _options(inner).items()}
     return own
 
 
-def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects with the names of their classes, numbered where there are several of one class."""
     seen: Counter[str] = Counter()
     for one in objects:

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from trainer.callback import HOOKS, Callback
@@ -22,7 +23,7 @@ def callback_problems(callback: Callback) -> list[str]:
     wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
     own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
     names = methods_beyond(callback, own)
-    instead = words_for("hook", [name for name in names if name.startswith("on_")])
+    instead = words_for("hook", names)
     if not isinstance(callback, Logger):
         instead |= member_words(type(callback), names)
     return [*uncalled_methods(callback, names, instead, hooks=HOOKS), *filter(None, wrong)]
@@ -70,20 +71,25 @@ def uncalled_methods(
 
 
 def methods_beyond(plug: object, own: type) -> list[str]:
-    """Return the names of the public methods of a user's class that the class `own` of this package has not."""
+    """Return the names of the public methods of a user's class that the class `own` of this package lacks."""
     names = [name for name in dir(type(plug)) if not name.startswith("_") and not hasattr(own, name)]
     return [name for name in names if callable(inspect.getattr_static(type(plug), name))]
 
 
 def called_by_others(kind: type) -> set[str]:
     """Return the names that methods of the user's classes call in methods of other names: their own helpers."""
+    codes = [function.__code__ for function in users_functions(kind)]
+    return {name for code in codes for name in code.co_names if name != code.co_name}
+
+
+def users_functions(kind: type) -> list[FunctionType]:
+    """Return the methods that a class has from the user's code."""
     users = [one for one in kind.__mro__ if not one.__module__.startswith(("trainer.", "torch.", "builtins"))]
-    functions = [value for one in users for value in vars(one).values() if inspect.isfunction(value)]
-    return {name for one in functions for name in one.__code__.co_names if name != one.__code__.co_name}
+    return [value for one in users for value in vars(one).values() if isinstance(value, FunctionType)]
 
 
 def overridden_hooks(callback: Callback) -> list[str]:
-    """Return the hooks that a callback, or its class, defines anew, in their order; one that is None is not defined."""
+    """Return the hooks that a callback or its class overrides, in their order; a hook that is None does not count."""
     return [
         hook
         for hook in HOOKS

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
@@ -24,6 +23,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import FolderLock
 from trainer.metrics.logger_folder import LoggerFolder
+from trainer.runs.facts import named
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -66,28 +66,31 @@ def _find_last(run: Run) -> StoragePath | None:
                 f"To start anew, leave out {last} or remove that folder."
             )
     if run.stage != "fit":
-        return _known_to_callbacks(run, [one.last_model_path for one in run.checkpoint_callbacks], last, folders)
+        known = _known_to(run, [one.last_model_path for one in run.checkpoint_callbacks])
+        if known is None:
+            raise _not_found(run, last, folders)
+        return known
     where = printable(str(run.session.named_run or run.settings.root))
     log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
     return None
 
 
 def _find_best(run: Run) -> StoragePath:
-    """Return the checkpoint that a ModelCheckpoint has chosen; else the last one."""
+    """Return the checkpoint that a ModelCheckpoint has chosen, of several callbacks the first; else the last one."""
     best, folders = run.session.argument("ckpt_path", "best"), checkpoint_dirs(run, best=True)
-    for folder in folders:
-        if (found := _resolve(folder, "best")) is not None:
-            monitors = [one.monitor for one in run.checkpoint_callbacks if one.monitor is not None]
-            if len(monitors) > 1:
-                log.info("best: %s, of %s, the first of %s", printable(str(found)), monitors[0], ", ".join(monitors))
-            return found
-    known = [one.best_model_path for one in run.checkpoint_callbacks]
-    if not any(known) or not run.session.has_fit:
-        for folder in folders:
-            if (found := _resolve(folder, "last")) is not None:
-                log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", best)
-                return found
-    return _known_to_callbacks(run, known, best, folders)
+    chosen = _first(folders, "best") or _known_to(run, [one.best_model_path for one in run.checkpoint_callbacks])
+    if chosen is not None:
+        return chosen
+    last = _first(folders, "last")
+    if last is None:
+        raise _not_found(run, best, folders)
+    log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", best)
+    return last
+
+
+def _first(folders: list[StoragePath], wanted: str) -> StoragePath | None:
+    """Return "last" or "best" of the first folder that has it."""
+    return next((one for folder in folders if (one := _resolve(folder, wanted)) is not None), None)
 
 
 def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
@@ -100,12 +103,15 @@ def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
         return None
 
 
-def _known_to_callbacks(run: Run, paths: list[str], named: str, folders: list[StoragePath]) -> StoragePath:
-    """Return the first checkpoint that the callbacks of this trainer's `fit` name; else raise CheckpointError."""
-    for path in filter(None, paths) if run.session.has_fit else ():
-        return locate(as_storage_path(path))
+def _known_to(run: Run, paths: list[str]) -> StoragePath | None:
+    """Return the first checkpoint that the callbacks of this trainer's `fit` name."""
+    known = [path for path in paths if path and run.session.has_fit]
+    return locate(as_storage_path(known[0])) if known else None
+
+
+def _not_found(run: Run, named: str, folders: list[StoragePath]) -> CheckpointError:
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
-    raise CheckpointError(
+    return CheckpointError(
         f"{named}: no such checkpoint. Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
@@ -235,9 +241,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     trains = run.stage == "fit"
     if checkpoint is not None and (ckpt_path == "last" or not trains):
         known = _run_dir_of(checkpoint, run.settings)
-        if known is not None and (
-            trains or str(given) == Settings.default_root_dir or root.resolve() == known.parent.resolve()
-        ):
+        any_root = trains or str(given) == Settings.default_root_dir
+        if known is not None and (any_root or root.resolve() == known.parent.resolve()):
             return known
     if run.session.has_fit and not trains:
         return run.session.run_dir
@@ -259,55 +264,50 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
 
 def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
     """Return when the first `fit` began in the run directory, in nanoseconds since 1970, as the checkpoint has it."""
-    directory, now = None, time.time_ns()
-    if checkpoint is not None and run.strategy.processes.is_global_zero:
-        directory = _run_dir_of(checkpoint, run.settings)
-    if checkpoint is None or directory is None or directory.absolute() != run.session.run_dir.absolute():
+    now = time.time_ns()
+    if checkpoint is None or not run.strategy.processes.is_global_zero:
+        return now
+    directory = _run_dir_of(checkpoint, run.settings)
+    if directory is None or directory.absolute() != run.session.run_dir.absolute():
         return now
     began = read_manifest(checkpoint).info.get("began")
     return began if type(began) is int and 0 <= began < now else now
 
 
 def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
-    """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
+    """Give the loggers of a new run folders in which no run has left files. Collective.
 
     As in `choose_run_dir`, a `fit` from the path of a checkpoint is a new run. Rank 0 chooses for all. A logger may be
-    on some ranks only: the same one elsewhere has the same place among those of its class.
+    on some ranks only: the same one elsewhere has the same place among the loggers of its class.
 
     Raises:
         ConfigError: two would write the same files.
     """
     goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
-    folders: dict[tuple[str, int], LoggerFolder] = {}
-    of_class: Counter[str] = Counter()
-    for logger in run.loggers:
-        name = type(logger).__qualname__
-        of_class[name] += 1
-        if logger.place is not None:
-            folders[name, of_class[name]] = logger.place
-            logger.place.goes_on = goes_on
-    twice: list[str] = []
-    if run.strategy.processes.is_global_zero:
-        twice = _begin_folders(run, folders)
-    numbers = {key: folder.number for key, folder in folders.items()}
+    folders = {name: logger.place for name, logger in named(run.loggers) if logger.place is not None}
+    for folder in folders.values():
+        folder.goes_on = goes_on
+    twice = _begin_folders(run, folders) if run.strategy.processes.is_global_zero else None
+    numbers = {name: folder.number for name, folder in folders.items()}
     numbers, twice = run.strategy.processes.broadcast_object((numbers, twice))
-    for kind in twice:
-        raise ConfigError(f"two {kind}s would write the same files: give each a separate folder, {kind}(save_dir=...).")
-    for key, folder in () if goes_on else folders.items():
-        folder.number, folder.chosen = numbers.get(key), True
+    if twice is not None:
+        raise ConfigError(f"two loggers would write the same files: give {twice} a separate folder (save_dir=...).")
+    if not goes_on:
+        for name, folder in folders.items():
+            folder.number, folder.chosen = numbers.get(name), True
 
 
-def _begin_folders(run: Run, folders: Mapping[tuple[str, int], LoggerFolder]) -> list[str]:
-    """Let loggers choose folders without files; return the classes of loggers of which two have the same one."""
-    places: dict[tuple[str, str], str] = {}
-    twice = []
-    for (kind, _), folder in folders.items():
+def _begin_folders(run: Run, folders: Mapping[str, LoggerFolder]) -> str | None:
+    """Let loggers choose folders without files; return the name of a logger that has another one's folder."""
+    places = set()
+    for name, folder in folders.items():
         if not folder.goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
             folder.begin(run.session.run_dir)
         place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
-        twice += [kind] if place in places else []
-        places[place] = kind
-    return twice
+        if place in places:
+            return name
+        places.add(place)
+    return None
 
 
 def note_end(run: Run) -> None:
@@ -404,8 +404,6 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         holder = lock.acquire()
-    except FileExistsError:
-        return None  # a file; ModelCheckpoint says so
     except OSError as error:
         return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
     if holder is None:
