@@ -90,7 +90,11 @@ def _find_best(run: Run) -> StoragePath:
 
 def _first(folders: list[StoragePath], wanted: str) -> StoragePath | None:
     """Return "last" or "best" of the first folder that has it."""
-    return next((one for folder in folders if (one := _resolve(folder, wanted)) is not None), None)
+    for folder in folders:
+        found = _resolve(folder, wanted)
+        if found is not None:
+            return found
+    return None
 
 
 def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
@@ -192,9 +196,8 @@ def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = Fals
 
 
 def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
-    """Yield the last checkpoint of each folder that has one."""
-    pointers = (CheckpointDirectory(folder).pointer("last") for folder in folders)
-    return (one for one in pointers if one is not None)
+    """Return the last checkpoint of each folder that has one."""
+    return filter(None, (CheckpointDirectory(folder).pointer("last") for folder in folders))
 
 
 def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:

@@ -1,4 +1,4 @@
-"""Compute the running statistics of BatchNorms again, for other weights than those they were collected with."""
+"""Compute the running statistics of BatchNorms again, for other weights."""
 
 from __future__ import annotations
 

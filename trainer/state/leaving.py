@@ -1,4 +1,4 @@
-"""Leaving: a validation inside `fit` ends where a signal stops the run, and leaves nothing behind."""
+"""Leaving: end a validation inside `fit` where a signal stops the run, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST = 2**28
 
 
 class Staying:
-    """An evaluation that goes on to its end."""
+    """An evaluation that continues to its end."""
 
     left = False
     """True after the evaluation has been left."""
@@ -39,12 +39,12 @@ class Leaving(Staying):
     """Ends a validation after the batch at which a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
-    first batch. What a checkpoint has is then as it was before the validation: what `keep_states` keeps, logged values,
-    buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
+    first batch. Everything that a checkpoint has is then as before the validation: the states of `keep_states`, logged
+    values, buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
 
-    A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
-    merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
-    any case. Nor is one that changes a tensor in place of which there is no copy: a large one.
+    A validation is not left while weights, frozen ones too, differ from before, as by the user's own averages or merged
+    adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in any case.
+    A validation that changes a large tensor in place, without a copy, is not left either.
     """
 
     def __init__(self, run: Run) -> None:
@@ -61,7 +61,7 @@ class Leaving(Staying):
         self._weights = self._few_weights()
 
     def begin(self) -> None:
-        """Take the weights that callbacks swap in as those from before, after the first hooks."""
+        """Compare later with the weights that callbacks swap in, after the first hooks."""
         if any(callback.swaps_weights for callback in self.run.callbacks):
             self._weights = self._few_weights()
 
@@ -70,10 +70,10 @@ class Leaving(Staying):
         processes = self.run.strategy.processes
         if even:
             self.run.strategy.release_gathered()
-        pairs = zip(self._weights, now := self._few_weights(), strict=False)
-        changed = len(self._weights) != len(now) or not all(torch.equal(*pair) for pair in pairs)
+        now = self._few_weights()
+        changed = len(self._weights) != len(now) or not all(map(torch.equal, self._weights, now))
         changed |= any(one.tensor._version != one.version for one in self._uncopied)
-        return any(processes.all_gather_object(changed)) if even and processes.world_size > 1 else changed
+        return any(processes.all_gather_object(changed)) if even else changed
 
     def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
         """Yield the batches of a loader, on all processes equally many if possible, until the run is stopped.
@@ -92,7 +92,7 @@ class Leaving(Staying):
         while number < longest and not self.left:
             number += 1
             self._stops(even)
-        if not even and processes.world_size > 1:
+        if not even:
             self.left = any(processes.all_gather_object(self.left))
 
     def _stops(self, even: bool) -> bool:
@@ -104,7 +104,7 @@ class Leaving(Staying):
         return self.left
 
     def restore(self) -> None:
-        """Put back what the validation has changed that was left."""
+        """Undo the changes of a validation that was left."""
         for restore in self._restore:
             restore()
         self.run.generators.set_state(self._rng)
