@@ -34,8 +34,8 @@ from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
 from trainer.runs.compare_ranks import compare
+from trainer.runs.facts import RunFacts
 from trainer.runs.resolved_config import resolve_config
-from trainer.runs.run_facts import RunFacts
 from trainer.seed import seed_generators, seed_readers
 from trainer.settings import Settings
 from trainer.state.hook_changes import HookChanges

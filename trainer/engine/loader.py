@@ -15,7 +15,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.loop.accumulation import even_window
 from trainer.loop.loaders import refuse_data
 from trainer.loop.training_state import place_in_epoch
-from trainer.runs.run_facts import RunFacts
+from trainer.runs.facts import RunFacts
 from trainer.seed import derive_seed
 from trainer.strategy import keeps_batches, without_cast
 

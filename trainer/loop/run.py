@@ -47,9 +47,9 @@ from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
+from trainer.runs.facts import RunFacts
 from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
-from trainer.runs.run_facts import RunFacts
 from trainer.seed import seed_readers
 from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages

@@ -51,6 +51,7 @@ from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
 from trainer.runs.changes_since_checkpoint import report_changes
 from trainer.runs.describe import start_line
+from trainer.runs.facts import RunFacts
 from trainer.runs.preflight_checks import check_call
 from trainer.runs.resolved_config import ResolvedConfig, step_options
 from trainer.runs.run_directory import (
@@ -65,7 +66,6 @@ from trainer.runs.run_directory import (
     of_rank_zero,
     refuse_weights_alone,
 )
-from trainer.runs.run_facts import RunFacts
 from trainer.runs.save_pretrained import gather_to_save
 from trainer.runs.terminal import columns_of, wrapped
 from trainer.seed import set_deterministic

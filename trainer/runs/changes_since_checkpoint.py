@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.arguments import flat_names
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, first_of, printable, shown
 from trainer.runs.callback_states import keys_here
@@ -101,19 +100,16 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
             compared.
     """
     same_precision = saved.get("settings", {}).get("precision") == now["settings"]["precision"]
-
-    def comparable(name: str, facts: Mapping[str, str]) -> dict[str, str]:
-        found = dict(facts)
-        if not same_precision:
-            found = {fact: text for fact, text in found.items() if not fact.endswith(DTYPE)}
-        if not same_size and name in OF_LOADER:  # further numbers of a loader may depend on it
-            found = {fact: text for fact, text in found.items() if fact == "" and _PER_PROCESS not in text}
-        return found
-
     changed = {}
     for name in GROUPS:
-        both = [comparable(name, facts.get(name, {})) for facts in (saved, now)]
-        lines = differences(both, _THEN_AND_NOW, name in NEED_BOTH) if name in saved else []
+        if name not in saved:
+            continue
+        both = [dict(facts.get(name, {})) for facts in (saved, now)]
+        if not same_precision:
+            both = [{fact: text for fact, text in one.items() if not fact.endswith(DTYPE)} for one in both]
+        if not same_size and name in OF_LOADER:
+            both = [*map(_of_all_processes, both)]
+        lines = differences(both, _THEN_AND_NOW, name in NEED_BOTH)
         if lines:
             changed[name] = [f"{name}: {line.removeprefix(': ')}" for line in lines]
     if saved.get("versions") != now["versions"]:  # a fingerprint of code depends on Python and on what it calls
@@ -121,6 +117,11 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
     if "loader" in changed:  # the other differences of the data follow from it
         changed = {name: lines for name, lines in changed.items() if name == "loader" or name not in OF_LOADER}
     return changed
+
+
+def _of_all_processes(facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the description of a loader, unless it is for each process; further numbers may depend on their number."""
+    return {fact: text for fact, text in facts.items() if fact == "" and _PER_PROCESS not in text}
 
 
 def _refusal(
@@ -131,34 +132,31 @@ def _refusal(
     changed: Mapping[str, list[str]],
     allowed: Collection[str],
 ) -> str | None:
-    """Return the message for changes with which the training cannot go on; None if it can."""
+    """Return the message for changes that prevent a resume; None if the training can continue."""
     if broken := _breaking_the_epoch(run, now, changed):
         return (
-            f"this run differs from the one that wrote {run.resumed_from}, before the end of an epoch (after batch "
-            f"{run.progress.batch} of epoch {run.progress.epoch}), so that samples would be used twice in it, or "
-            f"not at all:{_listed(changed)}\nGive the same data, or resume from a checkpoint written at the end of an "
-            f"epoch. To continue anyway: {_allowing(run.session, broken)}."
+            f"{run.resumed_from} was written inside an epoch (after batch {run.progress.batch} of epoch "
+            f"{run.progress.epoch}), and with these changes its samples would be used twice or never:{_listed(changed)}"
+            f"\nGive the same data, or a checkpoint of an epoch's end. Or allow it: {_allowing(run.session, broken)}."
         )
     kinds = [facts.get("schedulers", {}).get("schedulers") for facts in (saved, now)]
     if "schedulers" in changed and kinds[0] != kinds[1]:
         return (
-            f"the checkpoint {run.resumed_from} holds the states of {kinds[0]}, but configure_optimizers returned "
-            f"{kinds[1]}, whose options they would replace. Use the same schedulers to resume, or "
-            "load_from_checkpoint to start a new training from these weights. To continue anyway: "
-            f"{_allowing(run.session, ['schedulers'])}."
+            f"{run.resumed_from} has the states of {kinds[0]}, which would replace the options of {kinds[1]} from "
+            "configure_optimizers. Use the same schedulers, or load_from_checkpoint to take the weights alone. "
+            f"Or allow it: {_allowing(run.session, ['schedulers'])}."
         )
     cut = [] if "module" in allowed else _cut_off(saved.get("module", {}), now.get("module", {}), checkpoint["model"])
     if cut:
         return (
-            f"the checkpoint {run.resumed_from} has values that would be cut off by the module's dtypes: "
-            f"{first_of(cut)}. Give the module the dtypes of the checkpoint. To continue anyway: "
-            f"{_allowing(run.session, ['module'])}."
+            f"values of {run.resumed_from} would lose precision in the module's dtypes: {first_of(cut)}. "
+            f"Give the module the checkpoint's dtypes. Or allow it: {_allowing(run.session, ['module'])}."
         )
     return None
 
 
 def _breaking_the_epoch(run: Run, now: Facts, changed: Collection[str]) -> list[str]:
-    """Return the changes by which samples of the epoch in progress would be used twice, or never."""
+    """Return the changes that would use samples of the epoch in progress twice, or never."""
     breaking = {*BREAKS_EPOCH}
     if now.get("shuffle", {}).get("") == "shuffled":
         breaking.add("seed")
@@ -197,8 +195,8 @@ def _listed(changed: Mapping[str, list[str]]) -> str:
 
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Log the hyperparameters of an evaluated module that differ from the checkpoint's."""
-    both = [kept.get("module", {}) for kept in (checkpoint["hyperparameters"], run.hyperparameters())]
-    if all(both) and run.strategy.processes.is_global_zero:  # else one of the two has no names to compare
-        named = [{f"module.{name}": repr(value) for name, value in flat_names(one).items()} for one in both]
-        for line in differences(named, ("in the checkpoint", "in the module, which keeps it")):
-            log.warning("%s", printable(line))
+    stored = checkpoint["hyperparameters"], run.hyperparameters()
+    both = [facts_of_call(0, {**kept, "data": {}})["hyperparameters"] for kept in stored]
+    if all(both) and run.strategy.processes.is_global_zero:  # else there is nothing to compare
+        for line in differences(both, ("in the checkpoint", "in the module, which keeps it")):
+            log.warning("module.%s", printable(line))

@@ -106,10 +106,10 @@ def compare(
         return [also]
     own = {name: as_text(value) for name, value in facts}
     digest = hashlib.sha256(repr([*own.items()] if in_order else sorted(own.items())).encode()).hexdigest()
-    gathered = processes.all_gather_object((digest, also))
-    if len({digest for digest, _ in gathered}) == 1:
-        return [also for _, also in gathered]
-    raise disagreement(_differences_of_ranks(processes, own), fix)
+    digests, others = zip(*processes.all_gather_object((digest, also)), strict=True)
+    if len({*digests}) > 1:
+        raise disagreement(_differences_of_ranks(processes, own), fix)
+    return [*others]
 
 
 def disagreement(lines: list[str], fix: str) -> ConfigError:
@@ -121,14 +121,14 @@ def disagreement(lines: list[str], fix: str) -> ConfigError:
 
 
 def _differences_of_ranks(processes: SingleProcess, own: dict[str, str]) -> list[str]:
-    """Return a line for each fact of which the processes have other texts, or for their order. Collective."""
+    """Return a line for each fact that differs between the processes, or for their order. Collective."""
     first = processes.broadcast_object(own)
     differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: MOST_LINES + 1]
-    names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
+    names = [*dict.fromkeys(chain.from_iterable(processes.all_gather_object(differing)))]
     if not names:
         own, names = {"order": ", ".join(own)}, ["order"]
     lines = differences(processes.all_gather_object({name: own[name][:_MOST_SENT] for name in names if name in own}))
-    # What only some have follows from another difference, if there is one: the options of a missing callback.
+    # Facts that only some have may follow from another difference: the options of a missing callback.
     return [line for line in lines if f" {_MISSING} on " not in line] or lines
 
 
@@ -166,7 +166,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
     if is_lazy(tensor):
         return f"None {tensor.dtype}"
-    # Strategies send the memory as it is.
+    # Strategies send the memory unchanged.
     here = not isinstance(tensor, AbsentParameter)
     strided = here and tensor.layout == torch.strided and not tensor.is_contiguous()
     order = f", strides {list(tensor.stride())}" if strided else ""
@@ -174,7 +174,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def _given_to(function: FunctionType) -> str:
-    """Return a description of a function's code, defaults and closure, by which two functions can be compared."""
+    """Return a description of a function's code, defaults and closure, for comparing two functions."""
     numbers = [one for one in function.__code__.co_consts if type(one) in (int, float)]
     plain = {name: one for name, one in enclosed_values(function).items() if type(one) in (bool, int, float, str)}
     found = [*numbers, *(function.__defaults__ or ()), *([plain] if plain else [])]

@@ -1,4 +1,4 @@
-"""Check that the hooks of callbacks and modules have names and parameters with which they are called."""
+"""Check the names and parameters of the hooks of callbacks and modules."""
 
 from __future__ import annotations
 

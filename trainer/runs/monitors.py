@@ -18,9 +18,9 @@ _NEARLY = 0.85
 
 
 def refuse_misspelt_monitors(run: Run) -> None:
-    """Raise ConfigError after the sanity check for names that are nearly those of logged values. Collective.
+    """Raise ConfigError after the sanity check for names that are nearly the name of a logged value. Collective.
 
-    A name that the code of the module or of a callback has as a text may be logged in training.
+    A name that stands in the code of the module or of a callback may be logged in training.
     """
     logged = set[str]().union(*run.strategy.processes.all_gather_object(run.metrics.names))
 

@@ -165,12 +165,12 @@ def check_call(
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
-    problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
+    for callback in config.callbacks:
+        problems += callback.problems(config, module, stage)
     if ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
-        guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
-            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
-            f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
+            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty). "
+            "Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
     if weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:

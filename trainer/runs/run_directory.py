@@ -63,7 +63,7 @@ def _find_last(run: Run) -> StoragePath | None:
         if damage := CheckpointDirectory(folder).corruption_report():
             raise CheckpointError(
                 f"{last}: there is no intact checkpoint in {folder}, but there was one: {'; '.join(damage)}. "
-                f"To start anew, leave out {last} or remove that folder."
+                f"To start again, leave {last} out, or remove that folder."
             )
     if run.stage != "fit":
         known = _known_to(run, [one.last_model_path for one in run.checkpoint_callbacks])
@@ -71,7 +71,7 @@ def _find_last(run: Run) -> StoragePath | None:
             raise _not_found(run, last, folders)
         return known
     where = printable(str(run.session.named_run or run.settings.root))
-    log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
+    log.info("%s: there is no checkpoint in %s yet, so the training starts from the beginning", last, where)
     return None
 
 
@@ -122,10 +122,10 @@ def _not_found(run: Run, named: str, folders: list[StoragePath]) -> CheckpointEr
 
 
 def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePath) -> StoragePath | None:
-    """Refuse a checkpoint from which no training can go on; None: the run was killed before it had another.
+    """Refuse a checkpoint that has only weights; None: the run was killed before it had another.
 
     Raises:
-        CheckpointError: the message names those beside it from which one can.
+        CheckpointError: the message names the full checkpoints beside it.
     """
     info = read_manifest(path).info
     if not info.get("weights_only"):
@@ -133,12 +133,12 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     full = [one for one in checkpoints_in(path.parent) if not read_manifest(one).info.get("weights_only")]
     saves_all = not all(one.save_weights_only for one in run.checkpoint_callbacks)
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
-        log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
+        log.info("%s has weights only: the training starts from the beginning", printable(str(path)))
         return None
     raise CheckpointError(
-        f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on. Beside it are {printable(first_of(one.name for one in full)) or 'no others'}. "
-        "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
+        f"{printable(str(path))} has weights only, so a training cannot continue from it. Resume from another "
+        f"checkpoint beside it ({printable(first_of(one.name for one in full)) or 'there is none'}), or start a new "
+        "training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
 
@@ -174,10 +174,10 @@ def of_rank_zero(processes: SingleProcess, path: StoragePath | None) -> StorageP
 
 
 def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = False) -> StoragePath:
-    """Return the newest checkpoint of the run that was captured latest, in which several ModelCheckpoints may write.
+    """Return the newest checkpoint of the latest run, in which several ModelCheckpoints may write.
 
-    A run that began from the path of a checkpoint may have ended when only one of them had written. Of several
-    checkpoints of one step it is the one captured last, because only its state lists the others.
+    A run that began from the path of a checkpoint may have ended when only one of them had written. If several
+    checkpoints have the same step, take the one captured last, because only its state lists the others.
 
     Args:
         of_this_run: `found` is of the run that is meant.
@@ -201,7 +201,7 @@ def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
 
 
 def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:
-    """Return whether a training can go on from a checkpoint, its step, and the time at which its state was captured."""
+    """Return whether a training can continue from a checkpoint, its step, and the time when its state was captured."""
     info = read_manifest(checkpoint).info
     step, captured = (value if isinstance(value := info.get(name), int) else -1 for name in ("step", "captured"))
     return not info.get("weights_only"), step, captured
@@ -215,7 +215,7 @@ def _dirpaths(run: Run) -> list[StoragePath]:
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
     """Return the folders that may contain checkpoints of this run, the likeliest first.
 
-    For the `best` one first those of the callbacks with a monitor, in their order.
+    For the `best` checkpoint the folders of callbacks with a monitor come first, in their order.
     """
     if run.session.has_fit:
         of_run: list[StoragePath] = [run.session.run_dir / CHECKPOINTS]
@@ -234,8 +234,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     """Return the run directory of this run; a new one is created by `fit` on rank 0, except in a fast_dev_run.
 
     A `fit` resumed from "last" keeps the checkpoint's run directory; any other `fit` gets a new one. Validate, test and
-    predict use the run directory of their checkpoint, unless another `default_root_dir` than that of the checkpoint's
-    run was given; or else that of this trainer's `fit`.
+    predict use their checkpoint's run directory, unless it is not in the `default_root_dir` that was given; or else the
+    run directory of this trainer's `fit`.
 
     Raises:
         ConfigError: no directory can be made below `default_root_dir`.
@@ -347,7 +347,7 @@ def _remove_if_empty(run_dir: Path, process: int) -> None:
 
 
 def _delete_leftovers(run_dir: Path) -> None:
-    """Delete what a killed run left of its first checkpoint: no run goes on there, so no other would delete it."""
+    """Delete the remains of a killed run's first checkpoint: no run continues there, so no other would delete them."""
     folder = run_dir / CHECKPOINTS
     with suppress(CheckpointError, OSError):
         if not folder.is_symlink():
@@ -414,8 +414,7 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
         return None
     return (
         f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
-        "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
-        f"{last} out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
+        f"checkpoints. Wait for it, or write elsewhere: leave {last} out, or give another default_root_dir or dirpath."
     )
 
 

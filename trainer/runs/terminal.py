@@ -1,6 +1,6 @@
 """Text and tables on a terminal, in its width: numbers and names are not cut, columns are left out.
 
-rich was tried: a table of its cuts numbers where there is no room (`0.1…` of 0.123456), and rich is not always there.
+rich was tried: its tables cut numbers in narrow terminals (`0.1…` of 0.123456), and rich is not always installed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class AveragedWeights:
         return any(name in self._averages for name, _ in self._strategy.module.named_buffers())
 
     def forget_buffers(self) -> None:
-        """Forget the values of buffers, before averages change to which they belong."""
+        """Forget the values of buffers, before the averages that they belong to change."""
         for name, _ in self._strategy.module.named_buffers():
             self._averages.pop(name, None)
         self.forget_places()

@@ -141,7 +141,7 @@ class Generators:
         if saves:
             names = []
             for name, one in chain.from_iterable(inside.items() for inside in contents.values()):
-                # A loader with persistent workers has one, `_iterator`, with which each epoch begins again.
+                # A loader with persistent workers has an iterator, `_iterator`, that begins again in each epoch.
                 if isinstance(one, Iterator) and name != "_iterator" and _reads_a_loader(one):
                     names.append(str(name))
             _report_iterators(tuple(names))
@@ -201,11 +201,11 @@ class Generators:
         self.of_loaders = self.state()
 
     def draw_loaders_from(self, state: dict[str, Any] | None) -> None:
-        """Make the loaders of a resumed run with the random numbers with which they were made before."""
+        """Make the loaders of a resumed run with the same random numbers as before."""
         self.of_loaders = state
         if state is not None:
             self.set_state(state)
 
     def state_of_epoch(self) -> dict[str, Any]:
-        """Return the states with which the epoch's loaders and its first hook are called again."""
+        """Return the states for calling the epoch's loaders and its first hook again."""
         return {"epoch": self.epoch_of_loaders, "loaders": self.of_loaders or {}, "hook": self.of_epoch or {}}

@@ -71,7 +71,7 @@ class HookChanges:
     changes of the former run since its own `begin` are put back.
 
     Args:
-        module: as it is before a checkpoint is restored.
+        module: before a checkpoint is restored.
         others: objects with one attribute that belongs to the state, by names such as "trainer.window".
     """
 
@@ -197,8 +197,8 @@ class HookChanges:
         self._write(to_set)
         if other:
             log.warning(
-                "hooks of the former run have changed values with which this program begins otherwise: the program's "
-                "are kept: %s",
+                "hooks of the former run have changed values that are different at the start of this program: the "
+                "program's values are kept: %s",
                 printable(first_of(other)),
             )
 
@@ -225,7 +225,7 @@ class HookChanges:
         return partial(self._write_back, self._read(), set(dict(self._module.named_modules())))
 
     def _write_back(self, before: Mapping[str, Any], parts: Collection[str]) -> None:
-        """Set all values as they were before; parts of the module that are new by then stay, with their values."""
+        """Set all values of `before`; parts of the module that are new since then stay, with their values."""
         now = self._read()
         new = [name for name in now if name not in before and name.rpartition(".")[0] in parts]
         target = {**dict.fromkeys(new, _ABSENT), **before}
@@ -233,7 +233,7 @@ class HookChanges:
         self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})
 
     def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.
+        """Give an optimizer the groups of its saved state, if both runs had the same groups before hooks.
 
         Args:
             number: of the optimizer.

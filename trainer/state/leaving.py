@@ -36,7 +36,7 @@ class Staying:
 
 
 class Leaving(Staying):
-    """Ends a validation after the batch at which a signal or a deadline stops the run.
+    """Ends a validation after the batch when a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
     first batch. Everything that a checkpoint has is then as before the validation: the states of `keep_states`, logged
@@ -78,7 +78,7 @@ class Leaving(Staying):
     def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
         """Yield the batches of a loader, on all processes equally many if possible, until the run is stopped.
 
-        Where each process has a number of its own, each one stops by itself, and they meet at the end. Collective.
+        Where processes have different numbers, each one stops separately, and they meet at the end. Collective.
         """
         processes, number = self.run.strategy.processes, 0
         even = self.run.strategy.collective_forward or loader.samples_per_epoch is not None

@@ -1,4 +1,4 @@
-"""no_trace: run batches through a module, and leave the module and the random generators as they were."""
+"""no_trace: run batches through a module, and leave the module and the random generators unchanged."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
     if not (stored and manual.synced) and len(run.optimizers) == 1 and run.progress.step > 0:
         log.warning(
             "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r does not show all of "
-            "them. A resume from it is not exact; one from a step in which the optimizer steps is.",
+            "them. An exact resume needs a checkpoint of a step in which the optimizer steps.",
             run.progress.step,
             run.strategy.name,
         )
