@@ -148,7 +148,7 @@ def as_text(value: object) -> str:
     for kinds, describe in _TEXTS:
         if isinstance(value, kinds):
             return describe(value)
-    return getattr(value, "__qualname__", None) or type(value).__qualname__
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _sorted(texts: Iterable[str]) -> str:
@@ -175,9 +175,11 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 def _given_to(function: FunctionType) -> str:
     """Return a description of a function's code, defaults and closure, for comparing two functions."""
-    numbers = [one for one in function.__code__.co_consts if type(one) in (int, float)]
+    found: list[Any] = [one for one in function.__code__.co_consts if type(one) in (int, float)]
+    found += function.__defaults__ or ()
     plain = {name: one for name, one in enclosed_values(function).items() if type(one) in (bool, int, float, str)}
-    found = [*numbers, *(function.__defaults__ or ()), *([plain] if plain else [])]
+    if plain:
+        found.append(plain)
     return as_text(found) if found else ""
 
 

@@ -468,6 +468,6 @@ class RunFacts:
 
     def leave_out_missing(self, saved: Facts) -> None:
         """Leave out the facts of objects that a checkpoint lacks: a cache may be empty in the next process."""
-        for name in (one for one in OF_OBJECTS if one in saved):
+        for name in OF_OBJECTS:
             facts = self.kept.get(name, {})
-            self.kept[name] = {fact: text for fact, text in facts.items() if fact in saved[name]}
+            self.kept[name] = {fact: text for fact, text in facts.items() if fact in saved.get(name, facts)}

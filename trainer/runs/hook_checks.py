@@ -51,7 +51,9 @@ def uncalled_methods(
         methods: the names of further methods, which the user has not defined.
     """
     kind, helpers, problems = type(plug).__name__, called_by_others(type(plug)), []
-    for name in (one for one in names if one not in helpers):
+    for name in names:
+        if name in helpers:
+            continue
         like_a_hook = f"on_{name}" in hooks or (name.startswith("on_") and len(hooks) > 0)
         close = difflib.get_close_matches(name, methods, n=1, cutoff=0.85)
         if name in instead:

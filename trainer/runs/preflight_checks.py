@@ -209,10 +209,10 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     instead = words_for("hook", beyond) | CALLBACKS_HOOKS
     open_methods = [method for method in METHODS if not module.overrides(method)]
     problems = uncalled_methods(module, beyond, instead, MODULE_HOOKS, open_methods)
-    predicts = stage == "predict" and type(module).forward is not nn.Module.forward
-    needed = () if predicts else NEEDED[stage]
-    missing = [method for method in needed if not module.overrides(method)]
-    problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
+    has_forward = type(module).forward is not nn.Module.forward
+    for method in NEEDED[stage]:
+        if not module.overrides(method) and not (method == "predict_step" and has_forward):
+            problems.append(f"{name} has no {method}: {HOW_TO_DEFINE[method]}")
     return problems + _check_signatures(module, stage) + module.hyperparameter_problems
 
 
@@ -229,6 +229,8 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
 STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}
 """The step methods that a stage calls."""
 
+ARGUMENTS = {"backward": ["loss"], **dict.fromkeys([*STEPS.values()][1:], EVALUATION_ARGUMENTS)}
+"""The arguments of the methods that are called with other arguments than in `TrainModule`."""
 
 OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
 """Arguments for the number of an optimizer in Lightning 1: by position, another argument would be taken for it."""
@@ -247,9 +249,7 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
                 "leave the argument out."
             )
             continue
-        expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
-        if name in STEPS.values() and name != "training_step":
-            expected = EVALUATION_ARGUMENTS
+        expected = ARGUMENTS.get(name) or parameters_of(getattr(TrainModule, name))
         problems.append(check_signature(module, name, expected))
     return [*filter(None, problems)]
 

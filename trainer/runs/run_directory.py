@@ -109,8 +109,10 @@ def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
 
 def _known_to(run: Run, paths: list[str]) -> StoragePath | None:
     """Return the first checkpoint that the callbacks of this trainer's `fit` name."""
-    known = [path for path in paths if path and run.session.has_fit]
-    return locate(as_storage_path(known[0])) if known else None
+    for path in paths:
+        if path and run.session.has_fit:
+            return locate(as_storage_path(path))
+    return None
 
 
 def _not_found(run: Run, named: str, folders: list[StoragePath]) -> CheckpointError:
@@ -147,7 +149,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
     for folder in [*_dirpaths(run), Path(former) / CHECKPOINTS]:
         found = _resolve(folder, "last")
         # A dirpath may contain checkpoints of older runs.
-        if found is not None and _absolute(saved_run_dir(found) or "", run.settings) == Path(former):
+        if found is not None and _absolute(saved_run_dir(found), run.settings) == Path(former):
             return _newest_of_latest_run(run, found, of_this_run=True)
     return None
 
@@ -190,7 +192,7 @@ def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = Fals
         candidates = [found, *_lasts(dirpaths), *islice(_lasts(others), 1)]
         latest = max(candidates, key=lambda one: (_when(one)[0], _when(one)[2]))
     run_dir = saved_run_dir(latest)
-    folders = [*dirpaths, _absolute(str(run_dir), run.settings) / CHECKPOINTS]
+    folders = [*dirpaths, _absolute(run_dir, run.settings) / CHECKPOINTS]
     newest = max([latest, *(one for one in _lasts(folders) if saved_run_dir(one) == run_dir)], key=_when)
     return found if newest == found else CheckpointDirectory(newest.parent).resolve("last")
 
@@ -203,8 +205,8 @@ def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
 def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:
     """Return whether a training can continue from a checkpoint, its step, and the time when its state was captured."""
     info = read_manifest(checkpoint).info
-    step, captured = (value if isinstance(value := info.get(name), int) else -1 for name in ("step", "captured"))
-    return not info.get("weights_only"), step, captured
+    numbers = {name: value for name, value in info.items() if isinstance(value, int)}
+    return not info.get("weights_only"), numbers.get("step", -1), numbers.get("captured", -1)
 
 
 def _dirpaths(run: Run) -> list[StoragePath]:
@@ -304,7 +306,7 @@ def _begin_folders(run: Run, folders: Mapping[str, LoggerFolder]) -> str | None:
     """Let loggers choose folders without files; return the name of a logger that has another one's folder."""
     places = set()
     for name, folder in folders.items():
-        if not folder.goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
+        if not folder.goes_on and (run.stage == "fit" or not folder.chosen):
             folder.begin(run.session.run_dir)
         place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
         if place in places:
@@ -361,9 +363,8 @@ def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
     """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
-    named = saved_run_dir(checkpoint) or ""
     try:
-        path = _absolute(named, settings)
+        path = _absolute(saved_run_dir(checkpoint), settings)
         inside = path.parent.resolve() == settings.root.resolve()
         return path if inside and path in versions(path.parent) and path.is_dir() else None
     except (OSError, ValueError):  # no path of this machine
@@ -418,7 +419,7 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
     )
 
 
-def saved_run_dir(checkpoint: StoragePath) -> str | None:
-    """Return the run directory of the run that wrote a checkpoint; None if the checkpoint does not say it."""
-    named = read_metadata(checkpoint).get("run_dir")
-    return named if isinstance(named, str) else None
+def saved_run_dir(checkpoint: StoragePath) -> str:
+    """Return the run directory of the run that wrote a checkpoint; empty if the checkpoint does not name it."""
+    run_dir = read_metadata(checkpoint).get("run_dir")
+    return run_dir if isinstance(run_dir, str) else ""
