@@ -65,10 +65,7 @@ def uncalled_methods(
             )
         # A name around the known one, such as configure_models, is a helper's.
         elif close and close[0] not in name:
-            problems.append(
-                f"{kind}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? If not, choose a "
-                "less similar name."
-            )
+            problems.append(f"{kind}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}?")
     return problems
 
 

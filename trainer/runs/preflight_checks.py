@@ -48,8 +48,7 @@ HOW_TO_DEFINE = {
     **{step: f"define {step}(self, batch, batch_idx)." for step in STEPS.values()},
     "predict_step": "define predict_step(self, batch, batch_idx), or forward(self, batch).",
     "configure_optimizers": "define configure_optimizers(self) and return an optimizer, for example "
-    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: optimizer: {class_path: AdamW, lr: "
-    "0.001}, or --optimizer AdamW.",
+    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: --optimizer AdamW.",
 }
 
 DATAMODULE_METHODS = (
@@ -244,9 +243,8 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
         code = getattr(getattr(module, name), "__code__", None)
         if numbers := OPTIMIZER_NUMBERS.intersection(code.co_varnames[: code.co_argcount] if code else ()):
             problems.append(
-                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
-                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
-                "leave the argument out."
+                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: leave it out. With "
+                "several optimizers set automatic_optimization = False, and step self.optimizers() in training_step."
             )
             continue
         expected = ARGUMENTS.get(name) or parameters_of(getattr(TrainModule, name))

@@ -303,8 +303,8 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         stateful = type(one).state_dict is not Callback.state_dict
         if stateful and named.setdefault(one.state_key, type(one)) is not type(one):
             raise ConfigError(
-                f"two classes of callbacks are called {one.state_key}, so a resume could give one the state of the "
-                "other: give one of them another name, or another `state_key`."
+                f"two classes of callbacks are called {one.state_key}, so a resume could mix up their states: give one "
+                "of them another name, or another `state_key`."
             )
     # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

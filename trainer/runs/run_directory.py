@@ -261,10 +261,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         make_directory(root)
         return _make_version(root, number)
     except OSError as error:
-        raise ConfigError(
-            f"default_root_dir={str(given)!r}: no run directory can be made there ({error.strerror}). "
-            "Give a folder that can be written."
-        ) from None
+        problem = f"no run directory can be made there ({error.strerror}). Give another folder."
+        raise ConfigError(f"default_root_dir={str(given)!r}: {problem}") from None
 
 
 def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:

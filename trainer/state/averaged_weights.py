@@ -17,6 +17,7 @@ from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.guards.trainable_parameters import optimized_parameters
 from trainer.optimizers import with_modes
 from trainer.runs.compare_ranks import compare
+from trainer.state.no_trace import own_part
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -314,7 +315,7 @@ class OptimizerAverages:
         states = [one.state_dict() for one in dict.fromkeys([*self._all, *self._optimizers])]
         for path, leaf in tree_leaves_with_path(states):
             if isinstance(leaf, torch.Tensor):
-                yield path, leaf.to_local() if hasattr(leaf, "to_local") else leaf
+                yield path, own_part(leaf)
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:

@@ -61,9 +61,8 @@ def _is_of_loader(value: Any) -> bool:
 def _report_iterators(names: tuple[str, ...]) -> None:
     if names:
         log.warning(
-            "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
-            "resumed run begins again: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
-            "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
+            "checkpoints do not have the place of an iterator over a loader that the program holds, which a resumed "
+            "run begins again: %s. Give the loader to the trainer, or to engine.setup_dataloaders.",
             printable(first_of(names)),
         )
 

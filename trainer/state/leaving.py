@@ -10,7 +10,7 @@ import torch
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
 from trainer.precision import is_quantized
-from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
+from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states, own_part
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -111,5 +111,5 @@ class Leaving(Staying):
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""
-        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in self.run.module.parameters()]
+        local = [own_part(parameter).detach() for parameter in self.run.module.parameters()]
         return [p.flatten()[:: max(1, p.numel() // _FEW)].clone() for p in local if is_dense(p) and not is_quantized(p)]

@@ -18,6 +18,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.metrics.state import kept_torchmetrics
 from trainer.runs.hook_checks import users_callbacks
+from trainer.state.no_trace import own_part
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -79,8 +80,7 @@ def _on_host(entry: Any) -> Any:
 
 def _kept_state(optimizer: Optimizer) -> Callable[[], object]:
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in optimizer.state.items()}
-    tensors = [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [own_part(leaf) for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
     values = [_on_host(tensor) for tensor in local]
 
     @torch.no_grad()
