@@ -34,13 +34,13 @@ log = logging.getLogger("trainer")
 
 
 def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | None:
-    """Return the checkpoint for `ckpt_path`; None for None, and for "last" in `fit` if there is no checkpoint yet.
+    """Return the checkpoint for `ckpt_path`; None for None, and for "last" in a `fit` before the first checkpoint.
 
     "last" and "best" are searched in this trainer's run directory or its ModelCheckpoint's `dirpath`; in a new process,
     in the newest run directory below `default_root_dir` that has one. A run directory stands for its last checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: the checkpoint does not exist.
     """
     if ckpt_path is None:
         return None
@@ -157,7 +157,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
 def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None) -> StoragePath | None:
     """Return the checkpoint to start from, now that its folder is locked. Collective; rank 0 searches.
 
-    Another run may have gone on in the folder until then, and have deleted the checkpoint that was found.
+    Another run may have trained in the folder until then, and deleted the checkpoint that was found.
     """
     wanted: Any = ckpt_path or "last"
     if found is None or run.stage != "fit" or wanted not in ("last", "best"):
@@ -182,7 +182,7 @@ def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = Fals
     checkpoints have the same step, take the one captured last, because only its state lists the others.
 
     Args:
-        of_this_run: `found` is of the run that is meant.
+        of_this_run: the wanted run has written `found`.
     """
     if len(run.checkpoint_callbacks) < 2:
         return found
