@@ -23,7 +23,7 @@ def callback_problems(callback: Callback) -> list[str]:
     wrong = [check_signature(callback, hook, arguments_of(hook)) for hook in overridden_hooks(callback)]
     own = next(one for one in type(callback).__mro__ if one.__module__.startswith("trainer."))
     names = methods_beyond(callback, own)
-    instead = words_for("hook", names)
+    instead = words_for("hook", [name for name in names if name.startswith("on_")])
     if not isinstance(callback, Logger):
         instead |= member_words(type(callback), names)
     return [*uncalled_methods(callback, names, instead, hooks=HOOKS), *filter(None, wrong)]

@@ -228,7 +228,12 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
 STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}
 """The step methods that a stage calls."""
 
-ARGUMENTS = {"backward": ["loss"], **dict.fromkeys([*STEPS.values()][1:], EVALUATION_ARGUMENTS)}
+ARGUMENTS = {
+    "backward": ["loss"],
+    "validation_step": EVALUATION_ARGUMENTS,
+    "test_step": EVALUATION_ARGUMENTS,
+    "predict_step": EVALUATION_ARGUMENTS,
+}
 """The arguments of the methods that are called with other arguments than in `TrainModule`."""
 
 OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
