@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -54,6 +54,8 @@ from trainer.settings import Settings
 from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
+
+T = TypeVar("T")
 
 Facts = Mapping[str, Mapping[str, str]]
 """Texts that are equal if nothing has changed: by the names of `GROUPS`, then by option or layer."""
@@ -266,10 +268,11 @@ def facts_of_optimizers(module: torch.nn.Module, optimizers: list[Optimizer]) ->
         several = len(optimizer.param_groups) > 1
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{where}, group {number}" if several else where
-            facts[f"{owner}, parameters"] = [names.get(id(parameter)) for parameter in group["params"]]
-            facts |= {f"{owner}, {option}": group[option] for option in sorted(group.keys() - {"params"})}
-        own = {name: value for name, value in vars(optimizer).items() if is_scalar(value)}
-        facts |= {f"{where}, {name}": value for name, value in own.items() if not name.startswith("_")}
+            parameters = [names.get(id(parameter)) for parameter in group["params"]]
+            options = {option: group[option] for option in sorted(group.keys() - {"params"})}
+            facts |= _under(owner, {"parameters": parameters, **options})
+        own = {name: value for name, value in vars(optimizer).items() if is_scalar(value) and name[0] != "_"}
+        facts |= _under(where, own)
     return facts
 
 
@@ -278,7 +281,7 @@ def facts_of_schedulers(schedulers: list[TimedScheduler]) -> dict[str, object]:
     facts: dict[str, object] = {"schedulers": [type(config.scheduler) for config in schedulers]}
     for (where, scheduler), config in zip(named(c.scheduler for c in schedulers), schedulers, strict=True):
         options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
-        facts |= {f"{where}, {option}": value for option, value in {**_options(scheduler), **options}.items()}
+        facts |= _under(where, {**_options(scheduler), **options})
     return facts
 
 
@@ -290,6 +293,11 @@ def _options(scheduler: Any) -> dict[str, Any]:
     for where, inner in named(own.pop("_schedulers", ())):
         own |= {f"{where}.{option}": value for option, value in _options(inner).items()}
     return own
+
+
+def _under(owner: str, facts: Mapping[str, T]) -> dict[str, T]:
+    """Return facts with the name of their owner."""
+    return {f"{owner}, {name}": value for name, value in facts.items()}
 
 
 def named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -354,8 +362,7 @@ def facts_of_data(loader: BatchLoader, readers: int) -> dict[str, dict[str, str]
 def facts_of_call(seed: int, hyperparameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
     of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
-    named = of_module | {f"data, {name}": value for name, value in of_data.items()}
-    return {"seed": {"": str(seed)}, "hyperparameters": as_texts(named)}
+    return {"seed": {"": str(seed)}, "hyperparameters": as_texts(of_module | _under("data", of_data))}
 
 
 # -- the run's facts ---------------------------------------------------------------------------------------------------
@@ -411,9 +418,9 @@ class RunFacts:
         orders, contents = dict[str, str](), dict[str, str]()
         for loader in loaders:
             found = loader.facts_for_ranks()
-            equal |= {f"{loader.label}, {name}": value for name, value in found.equal.items()}
-            orders |= {f"{loader.label}, {name}": text for name, text in found.orders.items()}
-            contents |= {f"{loader.label}, {name}": text for name, text in found.contents.items()}
+            equal |= _under(loader.label, found.equal)
+            orders |= _under(loader.label, found.orders)
+            contents |= _under(loader.label, found.contents)
         length = None if training is None else training.length
         fix = "Give every process the full dataset: the trainer splits it."
         gathered = compare(processes, equal.items(), fix, also=(length, orders, contents))
