@@ -33,7 +33,6 @@ from trainer.loop.training_state import choose_seed
 from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
-from trainer.runs.compare_ranks import compare
 from trainer.runs.facts import RunFacts
 from trainer.runs.resolved_config import resolve_config
 from trainer.seed import seed_generators, seed_readers
@@ -162,7 +161,7 @@ class Engine(Answers):
         cleanup.callback(end_listening, processes, self._stop)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
         facts |= {"seed": seed, "device": config.device_type, "torch": torch.__version__}
-        compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
+        RunFacts(strategy).agree_on(facts, "Give Engine the same arguments on all processes.")
         self.seed = choose_seed(seed, None, processes)
         log.info("engine: %s, precision %s, seed %d", strategy, config.precision.name, self.seed)
 

@@ -70,7 +70,7 @@ class Loaders:
 
         number = len(self.positions) + sum(one._position is None for one in self.alive())
         loader = make(number)
-        RunFacts(engine.strategy).agree_on_loaders(loader if training else None, [] if training else [loader])
+        RunFacts(engine.strategy).agree_on_loaders([loader], loader if training else None)
         if loader.note is not None and processes.is_global_zero:
             log.info("%s", loader.note)
         made = EngineLoader(loader, given, self, training, make, number, site)

@@ -130,7 +130,7 @@ def start_run(
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
             run.loaders.needed()
-            run.facts.agree_on_loaders(run.train_loader, run.loaders.evaluated.values())
+            run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.loaders.kept_places())
             restore_micro_batch_size(run, checkpoint)
@@ -327,7 +327,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     with run.asking_for_loaders():
         make_loaders(run, data)
     assert run.train_loader is not None
-    run.facts.agree_on_loaders(run.train_loader, run.loaders.evaluated.values())
+    run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
     split_batches(run)
     run.facts.record_data(run.train_loader)
 

@@ -74,8 +74,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         callbacks: the states of those that write no checkpoints, by key.
     """
     strategy, session = run.strategy, run.session
-    if run.train_loader is not None:
-        run.facts.leave_out_changing(run.train_loader)
+    run.facts.leave_out_changing(run.train_loader)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
         "rng": run.generators.to_restore or run.generators.state(saves=True),

@@ -96,21 +96,15 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
     """Return a line for each difference, by the names of `GROUPS`.
 
     Args:
-        same_size: the number of data-parallel ranks is the checkpoint's; otherwise facts that depend on it are not
-            compared.
+        same_size: the number of data-parallel ranks is the checkpoint's.
     """
     same_precision = saved.get("settings", {}).get("precision") == now["settings"]["precision"]
     changed = {}
     for name in GROUPS:
-        if name not in saved:
-            continue
-        both = [dict(facts.get(name, {})) for facts in (saved, now)]
-        if not same_precision:
-            both = [{fact: text for fact, text in one.items() if not fact.endswith(DTYPE)} for one in both]
-        if not same_size and name in OF_LOADER:
-            both = [*map(_of_all_processes, both)]
+        of_any_size = not same_size and name in OF_LOADER
+        both = [_comparable(facts.get(name, {}), of_any_size, same_precision) for facts in (saved, now)]
         lines = differences(both, _THEN_AND_NOW, name in NEED_BOTH)
-        if lines:
+        if lines and name in saved:
             changed[name] = [f"{name}: {line.removeprefix(': ')}" for line in lines]
     if saved.get("versions") != now["versions"]:  # a fingerprint of code depends on Python and on what it calls
         changed.pop("collate_fn", None)
@@ -119,9 +113,19 @@ def _changed(saved: Facts, now: Facts, same_size: bool) -> dict[str, list[str]]:
     return changed
 
 
-def _of_all_processes(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the description of a loader, unless it is for each process; further numbers may depend on their number."""
-    return {fact: text for fact, text in facts.items() if fact == "" and _PER_PROCESS not in text}
+def _comparable(facts: Mapping[str, str], of_any_size: bool, with_dtypes: bool) -> dict[str, str]:
+    """Return the facts that can be compared.
+
+    Args:
+        of_any_size: without facts that depend on the number of processes, as further numbers of a loader may.
+        with_dtypes: with the dtypes, which follow from the precision.
+    """
+    found = dict(facts)
+    if of_any_size:
+        found = {fact: text for fact, text in found.items() if fact == "" and _PER_PROCESS not in text}
+    if not with_dtypes:
+        found = {fact: text for fact, text in found.items() if not fact.endswith(DTYPE)}
+    return found
 
 
 def _refusal(

@@ -409,10 +409,9 @@ class RunFacts:
         """Check that the pretrained weights, which each process reads from its own disk, are the same."""
         compare(self._strategy.processes, samples_of(pretrained), "Have the same pretrained weights on all machines.")
 
-    def agree_on_loaders(self, training: BatchLoader | None, evaluated: Iterable[BatchLoader] = ()) -> None:
+    def agree_on_loaders(self, loaders: list[BatchLoader], training: BatchLoader | None) -> None:
         """Check that the loaders are alike where they have to be, and set the length of a training epoch."""
-        processes, loaders = self._strategy.processes, [*evaluated] if training is None else [training, *evaluated]
-        if processes.world_size == 1:
+        if self._strategy.processes.world_size == 1:
             return
         equal: dict[str, object] = {"loaders": [loader.label for loader in loaders]}
         orders, contents = dict[str, str](), dict[str, str]()
@@ -423,7 +422,7 @@ class RunFacts:
             contents |= _under(loader.label, found.contents)
         length = None if training is None else training.length
         fix = "Give every process the full dataset: the trainer splits it."
-        gathered = compare(processes, equal.items(), fix, also=(length, orders, contents))
+        gathered = compare(self._strategy.processes, equal.items(), fix, also=(length, orders, contents))
         lengths, orders_by_rank, contents_by_rank = (list(of_ranks) for of_ranks in zip(*gathered, strict=True))
         # A process that could not try its sampler has no order.
         if lines := differences(orders_by_rank, only_common=True):
@@ -440,8 +439,11 @@ class RunFacts:
         """Check that all processes have the same optimizers and schedulers, which the strategy has not prepared yet."""
         of_optimizers, of_schedulers = facts_of_optimizers(module, optimizers), facts_of_schedulers(schedulers)
         self.kept |= kept_facts_of_optimizers(of_optimizers, of_schedulers)
-        facts = of_optimizers | of_schedulers
-        compare(self._strategy.processes, facts.items(), "Give the optimizers the same options on all processes.")
+        self.agree_on(of_optimizers | of_schedulers, "Give the optimizers the same options on all processes.")
+
+    def agree_on(self, facts: Mapping[str, object], fix: str) -> None:
+        """Check that further facts are the same; `fix` is a sentence of the message."""
+        compare(self._strategy.processes, facts.items(), fix)
 
     def _warn(self, by_rank: list[dict[str, str]], what: str, fix: str) -> None:
         """Log a warning on rank 0 if facts of the processes differ."""
@@ -458,15 +460,14 @@ class RunFacts:
         self.kept |= {**facts_of_data(loader, readers), "micro_batch": {"": str(samples)}}
         self._identity = None
 
-    def leave_out_changing(self, loader: BatchLoader) -> None:
+    def leave_out_changing(self, loader: BatchLoader | None) -> None:
         """Leave out the facts that datasets, samplers and collate functions have changed in themselves.
 
         In the same process the next run begins with the changed objects, and in another process with the objects that
         a data module restores. Looked for at the first checkpoint, and when the data have another length.
         """
         readers = self._strategy.processes.readers
-        identity = loader.identity(readers)
-        if identity == self._identity:
+        if loader is None or (identity := loader.identity(readers)) == self._identity:
             return
         self._identity, now = identity, facts_of_data(loader, readers)
         for name in OF_OBJECTS:

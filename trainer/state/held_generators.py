@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from itertools import chain, cycle
+from itertools import cycle
 from types import GeneratorType
 from typing import Any
 
@@ -139,10 +139,11 @@ class Generators:
         }
         if saves:
             names = []
-            for name, one in chain.from_iterable(inside.items() for inside in contents.values()):
-                # A loader with persistent workers has an iterator, `_iterator`, that begins again in each epoch.
-                if isinstance(one, Iterator) and name != "_iterator" and _reads_a_loader(one):
-                    names.append(str(name))
+            for inside in contents.values():
+                for name, one in inside.items():
+                    # A loader with persistent workers has an iterator, `_iterator`, that begins again in each epoch.
+                    if isinstance(one, Iterator) and name != "_iterator" and _reads_a_loader(one):
+                        names.append(str(name))
             _report_iterators(tuple(names))
         return {**rng_state(self._strategy.device), "own": own}
 
