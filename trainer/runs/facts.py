@@ -40,15 +40,7 @@ from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler
 from trainer.precision import Precision
 from trainer.runs.callback_states import callbacks_by_state_key
-from trainer.runs.compare_ranks import (
-    MOST_LINES,
-    as_text,
-    compare,
-    describe_tensor,
-    differences,
-    disagreement,
-    listed,
-)
+from trainer.runs.compare_ranks import MOST_LINES, as_text, compare, describe_tensor, differences, disagreement, listed
 from trainer.runs.resolved_config import ResolvedConfig
 from trainer.settings import Settings
 from trainer.strategy import Strategy
@@ -59,7 +51,6 @@ T = TypeVar("T")
 
 Facts = Mapping[str, Mapping[str, str]]
 """Texts that are equal if nothing has changed: by the names of `GROUPS`, then by option or layer."""
-
 
 OF_LOADER = ("dataset", "loader", "sampler", "shuffle", "batch_size", "drop_last", "contents", "collate_fn")
 """The kinds of facts of the training loader, which may depend on the number of processes."""
@@ -175,8 +166,8 @@ def _facts_of_shared_callbacks(callbacks: list[Callback], shards_state: bool) ->
             yield f"{where}.dirpath", f"folder {one.dirpath}"
 
 
-def _options_of_callbacks(named: Iterable[tuple[str, Callback]]) -> dict[str, object]:
-    return {f"{where}.{name}": getattr(one, name) for where, one in named for name in one.agree_on or ()}
+def _options_of_callbacks(callbacks: Iterable[tuple[str, Callback]]) -> dict[str, object]:
+    return {f"{where}.{name}": getattr(one, name) for where, one in callbacks for name in one.agree_on or ()}
 
 
 def kept_facts_of_settings(settings: Settings, precision: Precision, callbacks: list[Callback]) -> Facts:
