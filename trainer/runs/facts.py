@@ -457,8 +457,11 @@ class RunFacts:
         In the same process the next run begins with the changed objects, and in another process with the objects that
         a data module restores. Looked for at the first checkpoint, and when the data have another length.
         """
+        if loader is None:
+            return
         readers = self._strategy.processes.readers
-        if loader is None or (identity := loader.identity(readers)) == self._identity:
+        identity = loader.identity(readers)
+        if identity == self._identity:
             return
         self._identity, now = identity, facts_of_data(loader, readers)
         for name in OF_OBJECTS:
