@@ -284,8 +284,6 @@ class ModelCheckpoint(Checkpoint):
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         self._start_afresh(folder, self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state))
-        if folder.is_file():
-            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if not trainer.is_global_zero:
             return
         if self.monitor is not None and self._unclear_mode:

@@ -103,7 +103,7 @@ def test_that_there_is_no_checkpoint_yet_is_said(command: Command, caplog: pytes
     Path("run.yaml").write_text(RUN)
     caplog.set_level("INFO", "trainer")
     done(command("fit", "--config", "run.yaml", "--ckpt-path", "last", "--trainer.default_root_dir", "new"))
-    words = f"--ckpt-path last: there is no checkpoint in {Path.cwd() / 'new'} yet, and the training begins anew"
+    words = f"--ckpt-path last: there is no checkpoint in {Path.cwd() / 'new'} yet, so the training starts"
     assert words in caplog.text
     assert "ckpt_path" not in record("new/version_0")
 

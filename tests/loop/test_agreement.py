@@ -47,7 +47,7 @@ from trainer.model.weights import AbsentParameter
 from trainer.optimizers import TimedScheduler
 from trainer.runs import facts
 from trainer.runs.compare_ranks import as_text, compare, describe_tensor
-from trainer.runs.facts import describe_layer, facts_of_optimizers, facts_of_schedulers
+from trainer.runs.facts import as_texts, describe_layer, facts_of_optimizers, facts_of_schedulers
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -380,9 +380,9 @@ EXPECTED = {
     "options of a callback": "group 0, momentum: 0.0 on rank 0, and 0.1 on rank 1\nBy step 1 the",
     "loader validation": VALIDATION,
     "loader combined": "the training loader, mode: 'min_size' on rank 0, and 'max_size' on rank 1",
-    "loader order": "the training loader, order of its OfASet: '",
-    "loader order of a part": "the training loader, loader 1, order of its OfASet: '",
-    "loader order of validation": "the evaluation loader, order of its OfASet: '",
+    "loader order": "the training loader, order of its OfASet: ",
+    "loader order of a part": "the training loader, loader 1, order of its OfASet: ",
+    "loader order of validation": "the evaluation loader, order of its OfASet: ",
     "strategy option": OPTION,
     "strategy class": KIND,
     **{f"versions of {name}": expected for name, expected in VERSIONS.items()},
@@ -811,7 +811,7 @@ def scheduler_facts(warm_up: int, total: int, step_size: int) -> dict[str, objec
         kinds.LambdaLR(optimizer, partial(decayed, total=total)),
     ]
     found = facts_of_schedulers([TimedScheduler(one) for one in schedulers])
-    return {name: as_text(value) for name, value in found}
+    return dict(as_texts(found))
 
 
 @pytest.mark.parametrize(
@@ -838,8 +838,7 @@ def facts_of(*groups: dict[str, Any], monitor: str | None = None, **options: Any
     named = [{"params": layer.parameters(), **group} for layer, group in zip(module, groups, strict=True)]
     optimizer = torch.optim.Adam(named, **options)
     schedule = TimedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), monitor=monitor)
-    found = [*facts_of_optimizers(module, [optimizer]), *facts_of_schedulers([schedule])]
-    return {name: as_text(value) for name, value in found}
+    return as_texts({**facts_of_optimizers(module, [optimizer]), **facts_of_schedulers([schedule])})
 
 
 def test_optimizers_differ_by_the_options_of_each_group() -> None:

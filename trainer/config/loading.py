@@ -105,7 +105,7 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     for folder in filter(None, chosen):
         with suppress(OSError, CheckpointError):
             found = CheckpointDirectory(as_storage_path(folder)).resolve(which)
-            if Path(saved_run_dir(found) or "").absolute() == run.absolute():
+            if Path(saved_run_dir(found)).absolute() == run.absolute():
                 return found
     return None
 

@@ -332,16 +332,17 @@ class Loaders:
     def kept_places(self) -> Iterator[None]:
         """Put all loaders back to their places at the end."""
         with ExitStack() as places:
-            for loader in self._all():
+            for loader in self.all():
                 places.enter_context(loader.kept_place())
             yield
 
-    def _all(self) -> list[BatchLoader]:
-        return [*self.evaluated.values(), *([] if self.train is None else [self.train])]
+    def all(self) -> list[BatchLoader]:
+        """Return the loaders of the stage: the training loader first."""
+        return [*([] if self.train is None else [self.train]), *self.evaluated.values()]
 
     def close(self) -> None:
         """End the worker processes of all loaders."""
-        for loader in self._all():
+        for loader in self.all():
             loader.close()
 
 

@@ -33,7 +33,7 @@ from trainer.loop.training_state import choose_seed
 from trainer.names.misses import Answers, words_for
 from trainer.optimizers import check_parameters
 from trainer.precision import Precision
-from trainer.runs.compare_ranks import compare
+from trainer.runs.facts import RunFacts
 from trainer.runs.resolved_config import resolve_config
 from trainer.seed import seed_generators, seed_readers
 from trainer.settings import Settings
@@ -161,7 +161,7 @@ class Engine(Answers):
         cleanup.callback(end_listening, processes, self._stop)
         facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
         facts |= {"seed": seed, "device": config.device_type, "torch": torch.__version__}
-        compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
+        RunFacts(strategy).agree_on(facts, "Give Engine the same arguments on all processes.")
         self.seed = choose_seed(seed, None, processes)
         log.info("engine: %s, precision %s, seed %d", strategy, config.precision.name, self.seed)
 
@@ -223,7 +223,7 @@ class Engine(Answers):
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)
-        check_built(adapter, strategy, bool(optimizers))
+        check_built(adapter, strategy, RunFacts(strategy), bool(optimizers))
         names = {parameter: name for name, parameter in module.named_parameters()}
         own = names if strategy.shards_state else [p for p in names if optimizers and p.requires_grad]
         shared = next((names[parameter] for parameter in own if parameter in self._given), None)

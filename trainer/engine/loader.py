@@ -15,7 +15,7 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.loop.accumulation import even_window
 from trainer.loop.loaders import refuse_data
 from trainer.loop.training_state import place_in_epoch
-from trainer.runs.agreement_at_start import compare_loaders
+from trainer.runs.facts import RunFacts
 from trainer.seed import derive_seed
 from trainer.strategy import keeps_batches, without_cast
 
@@ -70,7 +70,7 @@ class Loaders:
 
         number = len(self.positions) + sum(one._position is None for one in self.alive())
         loader = make(number)
-        compare_loaders(processes, {f"loader {number}": loader}, loader if training else None)
+        RunFacts(engine.strategy).agree_on_loaders([loader], loader if training else None)
         if loader.note is not None and processes.is_global_zero:
             log.info("%s", loader.note)
         made = EngineLoader(loader, given, self, training, make, number, site)

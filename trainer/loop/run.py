@@ -47,6 +47,7 @@ from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
+from trainer.runs.facts import RunFacts
 from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers
@@ -159,10 +160,11 @@ class Run:
 
     Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
     ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its
-    data, `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model`
-    has run, optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so
-    the methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not
-    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
+    data, `facts` are compared with other processes and with a checkpoint, `step` is what each step calls. Devices are
+    known when the processes have met, layers when `configure_model` has run, optimizers when the layers are on their
+    device, and this user code sees the run as far as it is set up: so the methods under "set-up" complete it, in
+    running order, and nothing else assigns to its attributes. A run does not know the Trainer: its hooks have the
+    trainer bound as their first argument, see `CallbackList`.
     """
 
     step: Step
@@ -190,10 +192,6 @@ class Run:
     """Micro-batches between two validations inside this epoch; None: no validation inside it."""
     in_epoch = False
     """True from `on_train_epoch_start` to the end of the epoch."""
-    facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts with which a resumed run is compared, see runs/facts.py."""
-    identity_of_facts: Mapping[str, str] | None = None
-    """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     is_over = False
     """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
     hook_changes: HookChanges
@@ -250,6 +248,7 @@ class Run:
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
         self.generators = Generators(self._owners, self.strategy)
+        self.facts = RunFacts(self.strategy)
         self.scheduler_configs: list[TimedScheduler] = []
         self.clock = Clock(config, self.strategy, self.progress, self.loaders)
         session.stage = stage
@@ -288,16 +287,6 @@ class Run:
         """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
         self.session.seed = seed
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
-
-    def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts with which a resumed run is compared, as soon as they are known."""
-        self.facts = {**self.facts, **facts}
-
-    def replace_changing_facts(
-        self, facts: Mapping[str, Mapping[str, str]], identity: Mapping[str, str] | None
-    ) -> None:
-        """Replace facts by those that have not changed since the run began, by data of this identity."""
-        self.facts, self.identity_of_facts = {**self.facts, **facts}, identity
 
     def set_up_optimizers(
         self, optimizers: list[Optimizer], schedulers: list[TimedScheduler], config: StepOptions

@@ -49,21 +49,13 @@ from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
-from trainer.runs.agreement_at_start import (
-    check_loaders,
-    check_module,
-    check_optimizers,
-    check_settings,
-    check_weights,
-)
-from trainer.runs.changes_since_checkpoint import record_data, report_changes
+from trainer.runs.changes_since_checkpoint import report_changes
 from trainer.runs.describe import start_line
-from trainer.runs.facts import facts_of_module, facts_of_training
+from trainer.runs.facts import RunFacts
 from trainer.runs.preflight_checks import check_call
 from trainer.runs.resolved_config import ResolvedConfig, step_options
 from trainer.runs.run_directory import (
     beginning_of,
-    check_folders_of_shards,
     choose_logger_folders,
     choose_run_dir,
     find_after_restart,
@@ -128,8 +120,7 @@ def start_run(
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)
-            check_settings(run)
-            check_folders_of_shards(run)
+            run.facts.agree_on_settings(stage, config, run.callbacks)
             cleanup.callback(stop_listening, run)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
@@ -138,7 +129,8 @@ def start_run(
             prepare_data(run, data, checkpoint)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
-            check_loaders(run)
+            run.loaders.needed()
+            run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.loaders.kept_places())
             restore_micro_batch_size(run, checkpoint)
@@ -271,9 +263,9 @@ def build_module(
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
         if checkpoint is None:  # which has the adapters
             refuse_adapters_of_other_weights(module, pretrained)
-        check_weights(run, pretrained)
-    if training:
-        note_module(run)
+        run.facts.agree_on_weights(pretrained)
+    if training and run.checkpoint_callbacks:
+        check_buffers_storable(module)  # which else only the first checkpoint would
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -292,28 +284,21 @@ def build_module(
     run.take_weights()
 
 
-def note_module(run: Run) -> None:
-    """Note the facts of a module that is to be trained, and check what else only the first checkpoint would."""
-    run.record_facts({"module": facts_of_module(run.module, run.strategy.precision)})
-    if run.checkpoint_callbacks:
-        check_buffers_storable(run.module)
-
-
 def build_layers(run: Run) -> None:
     """Call `configure_model`, and refuse layers that the strategy cannot have."""
     module, strategy = run.module, run.strategy
     module.configure_model()
     if run.config.sync_batchnorm and strategy.processes.world_size > 1:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    check_built(module, strategy, run.stage == "fit")
+    check_built(module, strategy, run.facts, run.stage == "fit")
 
 
-def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None:
+def check_built(module: TrainModule, strategy: Strategy, facts: RunFacts, training: bool) -> None:
     """Check that the strategy can take a module whose layers are built, the same on all processes. Collective."""
     if training or strategy.shards_state:
         refuse_lazy(module)
     use_separate_elements(module)
-    check_module(strategy, module, training)
+    facts.agree_on_module(module, training)
     converts = strategy.precision.weights not in (None, torch.float32)
     refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
 
@@ -341,9 +326,10 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     run.loaders.close()
     with run.asking_for_loaders():
         make_loaders(run, data)
-    check_loaders(run)
+    assert run.train_loader is not None
+    run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
     split_batches(run)
-    record_data(run)
+    run.facts.record_data(run.train_loader)
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
@@ -377,11 +363,10 @@ def build_optimizers(run: Run) -> None:
         module.configure_optimizers(), type(module).__name__, automatic, calls_step
     )
     check_parameters(optimizers, module, shared=not automatic)
-    check_optimizers(run, optimizers, schedulers)
-    run.record_facts(facts_of_training(run, optimizers, schedulers))
-    record_data(run)
-    give_hints(run)
     assert run.train_loader is not None
+    run.facts.agree_on_optimizers(module, optimizers, schedulers)
+    run.facts.record_data(run.train_loader)
+    give_hints(run)
     steps = step_options(
         settings,
         accumulate_grad_batches=run.session.accumulate_grad_batches,

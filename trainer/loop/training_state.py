@@ -42,7 +42,6 @@ from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.model.weights import match_buffers
 from trainer.runs.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
-from trainer.runs.changes_since_checkpoint import leave_out_changing_facts
 from trainer.seed import global_seed
 from trainer.settings import Settings
 from trainer.state import hook_changes
@@ -75,7 +74,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         callbacks: the states of those that write no checkpoints, by key.
     """
     strategy, session = run.strategy, run.session
-    leave_out_changing_facts(run)
+    run.facts.leave_out_changing(run.train_loader)
     own = {
         # Before the first step of a resumed run those of its checkpoint still stand.
         "rng": run.generators.to_restore or run.generators.state(saves=True),
@@ -114,7 +113,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "config": session.config_text,
         "seed": session.seed,
         "run_dir": name_of_run_dir(session.run_dir, run.settings),
-        "facts": {name: dict(facts) for name, facts in run.facts.items()},
+        "facts": dict(run.facts.kept),
         **entries_of_processes(strategy),
     }
 
@@ -604,7 +603,7 @@ def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """
     progress, loader = run.progress, run.train_loader
     now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
-    alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.get("micro_batch")
+    alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.kept.get("micro_batch")
     if loader is not None and before is not None and now is not None and not alike:
         progress.count_in_batches(place_in_epoch(loader, progress.batch, before, now), before, now)
 

@@ -17,7 +17,7 @@ class Restored(NamedTuple):
     owners: dict[str, Callback]
     """The callbacks by the keys that their states have in the checkpoint."""
     ambiguous: list[str]
-    """Keys of states that may belong to several callbacks of this run, which begin anew."""
+    """Keys of states that may belong to several callbacks of this run, and are not restored."""
     unused: list[str]
     """Keys of the other states."""
 
@@ -38,15 +38,18 @@ def states_of_generators(
     callbacks: list[Callback], checkpoint: Mapping[str, Any], rng: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the states of random generators in a checkpoint, by the names that their callbacks have in this run."""
-    now = {id(callback): key for key, callback in callbacks_by_state_key(callbacks).items()}
-    owners = owners_of_states(callbacks, checkpoint).owners
-    names = {OF_CALLBACK + key: OF_CALLBACK + now[id(callback)] for key, callback in owners.items()}
-    own = {
-        names.get(owner, owner): states
-        for owner, states in rng.get("own", {}).items()
-        if owner in names or not owner.startswith(OF_CALLBACK)
-    }
+    names = {OF_CALLBACK + key: OF_CALLBACK + now for key, now in keys_here(callbacks, checkpoint).items()}
+    own = {}
+    for owner, states in rng.get("own", {}).items():
+        if owner in names or not owner.startswith(OF_CALLBACK):
+            own[names.get(owner, owner)] = states
     return {**rng, "own": own}
+
+
+def keys_here(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that the callbacks of a checkpoint's states have in this run, by their keys in the checkpoint."""
+    now = {id(callback): key for key, callback in callbacks_by_state_key(callbacks).items()}
+    return {key: now[id(callback)] for key, callback in owners_of_states(callbacks, checkpoint).owners.items()}
 
 
 def identities(callbacks: list[Callback]) -> dict[str, dict[str, str]]:
@@ -56,14 +59,14 @@ def identities(callbacks: list[Callback]) -> dict[str, dict[str, str]]:
 
 
 def _made_with(callback: Callback) -> str:
-    return str(vars(callback).get("_made_with", ""))  # missing with a `__new__` of the user's that calls no other
+    return str(vars(callback).get("_made_with", ""))  # missing if a user's `__new__` does not call the base's
 
 
 def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -> Restored:
-    """Find the callback of each state: that of the same `state_key`, of several that with the same arguments.
+    """Find the callback of each state by its `state_key`, and by its arguments if several have the same key.
 
-    Callbacks that are alike in both may stand for each other. The only one of a `state_key` goes on with its only state
-    also if its arguments were changed.
+    Callbacks that are alike in both may stand for each other. The only one of a `state_key` takes its only state, even
+    if its arguments were changed.
     """
     states: Mapping[str, Any] = checkpoint["callbacks"]
     saved: Mapping[str, Mapping[str, str]] = checkpoint.get("callback_identities", {})
@@ -83,7 +86,7 @@ def owners_of_states(callbacks: list[Callback], checkpoint: Mapping[str, Any]) -
 
 
 def _made_alike(callbacks: list[Callback], made_with: Mapping[str, str]) -> dict[str, Callback]:
-    """Return the callbacks by the keys of the states of those that were made with the same arguments.
+    """Return the callbacks by the keys of the states whose callbacks were made with the same arguments.
 
     Args:
         made_with: fingerprints of arguments, by the keys of states.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
 from functools import partial
+from itertools import chain
 from numbers import Number
 from pathlib import Path
 from types import FunctionType, NoneType
@@ -32,16 +34,22 @@ _MISSING = "missing"
 # -- the differences ---------------------------------------------------------------------------------------------------
 
 
-def differences(facts: Sequence[Mapping[str, str]], holders: Sequence[str] = ()) -> list[str]:
+def differences(
+    facts: Sequence[Mapping[str, str]], holders: Sequence[str] = (), only_common: bool = False
+) -> list[str]:
     """Return a line for each fact that differs: `lr: 0.1 on ranks 0, 2, and 0.2 on rank 1`.
 
     Args:
         facts: the facts of each holder, by name.
-        holders: what to call them, as in "0.1 here"; default: ranks.
+        holders: their names, as in "0.1 here"; default: ranks.
+        only_common: leave out facts that some holders do not have.
     """
-    names = dict.fromkeys(name for of_one in facts for name in of_one)
-    values = {name: [of_one.get(name, _MISSING) for of_one in facts] for name in names}
-    return [f"{name}: {_by_holder(texts, holders)}" for name, texts in values.items() if len(set(texts)) > 1]
+    lines = []
+    for name in dict.fromkeys(chain.from_iterable(facts)):
+        values = [of_one.get(name, _MISSING) for of_one in facts]
+        if len(set(values)) > 1 and not (only_common and _MISSING in values):
+            lines.append(f"{name}: {_by_holder(values, holders)}")
+    return lines
 
 
 def _by_holder(values: list[str], holders: Sequence[str]) -> str:
@@ -49,7 +57,7 @@ def _by_holder(values: list[str], holders: Sequence[str]) -> str:
     numbers: dict[str, list[int]] = {}
     for number, value in enumerate(values):
         numbers.setdefault(value, []).append(number)
-    position = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
+    position = len(os.path.commonprefix(values))  # noqa: RUF071  # of characters
     return ", and ".join(
         f"{_short(value, position)} {holders[who[0]] if holders else f'on {format_ranks(who)}'}"
         for value, who in numbers.items()
@@ -64,8 +72,9 @@ def _short(value: str, position: int) -> str:
 
 
 def listed(lines: list[str], most: int = MOST_LINES) -> str:
-    """Return the first lines, each on a line of its own and indented."""
-    return "".join(f"\n  {line}" for line in [*lines[:most], *["and more"] * (len(lines) > most)])
+    """Return the first lines, each on a separate line and indented."""
+    shown = lines if len(lines) <= most else [*lines[:most], "and more"]
+    return "".join(f"\n  {line}" for line in shown)
 
 
 # -- between processes -------------------------------------------------------------------------------------------------
@@ -97,24 +106,29 @@ def compare(
         return [also]
     own = {name: as_text(value) for name, value in facts}
     digest = hashlib.sha256(repr([*own.items()] if in_order else sorted(own.items())).encode()).hexdigest()
-    gathered = processes.all_gather_object((digest, also))
-    if len({digest for digest, _ in gathered}) == 1:
-        return [also for _, also in gathered]
-    raise ConfigError(
-        f"the processes do not agree:{listed(_differences_of_ranks(processes, own))}\n{fix} "
+    digests, others = zip(*processes.all_gather_object((digest, also)), strict=True)
+    if len({*digests}) > 1:
+        raise disagreement(_differences_of_ranks(processes, own), fix)
+    return [*others]
+
+
+def disagreement(lines: list[str], fix: str) -> ConfigError:
+    """Return the error of processes that differ: `differences`, and the last sentence but one of the message."""
+    return ConfigError(
+        f"the processes do not agree:{listed(lines)}\n{fix} "
         "Look for what depends on the rank, the time, the machine, or random numbers without a seed."
     )
 
 
 def _differences_of_ranks(processes: SingleProcess, own: dict[str, str]) -> list[str]:
-    """Return a line for each fact of which the processes have other texts, or for their order. Collective."""
+    """Return a line for each fact that differs between the processes, or for their order. Collective."""
     first = processes.broadcast_object(own)
     differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: MOST_LINES + 1]
-    names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
+    names = [*dict.fromkeys(chain.from_iterable(processes.all_gather_object(differing)))]
     if not names:
         own, names = {"order": ", ".join(own)}, ["order"]
     lines = differences(processes.all_gather_object({name: own[name][:_MOST_SENT] for name in names if name in own}))
-    # What only some have follows from another difference, if there is one: the options of a missing callback.
+    # Facts that only some have may follow from another difference: the options of a missing callback.
     return [line for line in lines if f" {_MISSING} on " not in line] or lines
 
 
@@ -126,7 +140,7 @@ def as_text(value: object) -> str:
 
     Paths may differ from machine to machine, so they all have the same text; so have objects of one class.
     """
-    if isinstance(value, np.generic) or _is_small(value):
+    if _is_small(value):
         return as_text(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -134,7 +148,7 @@ def as_text(value: object) -> str:
     for kinds, describe in _TEXTS:
         if isinstance(value, kinds):
             return describe(value)
-    return getattr(value, "__qualname__", None) or type(value).__qualname__
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _sorted(texts: Iterable[str]) -> str:
@@ -152,7 +166,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
     if is_lazy(tensor):
         return f"None {tensor.dtype}"
-    # Strategies send the memory as it is.
+    # Strategies send the memory unchanged.
     here = not isinstance(tensor, AbsentParameter)
     strided = here and tensor.layout == torch.strided and not tensor.is_contiguous()
     order = f", strides {list(tensor.stride())}" if strided else ""
@@ -160,14 +174,17 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def _given_to(function: FunctionType) -> str:
-    """Return a description of a function's code, defaults and closure, by which two functions can be compared."""
-    numbers = [one for one in function.__code__.co_consts if type(one) in (int, float)]
+    """Return a description of a function's code, defaults and closure, for comparing two functions."""
+    found: list[Any] = [one for one in function.__code__.co_consts if type(one) in (int, float)]
+    found += function.__defaults__ or ()
     plain = {name: one for name, one in enclosed_values(function).items() if type(one) in (bool, int, float, str)}
-    found = [*numbers, *(function.__defaults__ or ()), *([plain] if plain else [])]
+    if plain:
+        found.append(plain)
     return as_text(found) if found else ""
 
 
 _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (np.generic, lambda value: as_text(value.tolist())),
     (Path, lambda value: "a path"),
     (str, lambda value: "a path" if value.startswith(("/", "~")) else repr(value)),
     ((NoneType, bytes, Number, timedelta, date, torch.dtype, Enum), repr),
@@ -178,4 +195,4 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (partial, lambda value: f"{as_text(value.func)}({as_text([*value.args, value.keywords])})"),
     (FunctionType, lambda value: f"{value.__qualname__}{_given_to(value)}"),
 )
-"""The descriptions of values by their classes, of which the first that fits is taken; others have a name alone."""
+"""The descriptions of values by their classes: the first that fits is taken, and others have a name alone."""

@@ -32,14 +32,14 @@ def describe(
     """
     settings = config.settings
     interval = f"every {settings.log_every_n_steps} steps" if settings.log_every_n_steps else "at the end of epochs"
-    batches = f"{window} micro-batch{'es' * (window > 1)}"
+    batches = _number_of(window, "micro-batch")
     lines = [
         f"device      {config.device_type} ({config.reasons['device']})",
         f"processes   {config.num_processes} ({config.reasons['devices']})",
         f"strategy    {config.strategy} ({config.reasons['strategy']})",
         f"precision   {config.precision.name} ({config.reasons['precision']})",
         *([f"compile     {config.compilation.describe()}"] if config.compilation is not None else []),
-        f"step        {batches} on {config.num_processes} process{'es' * (config.num_processes > 1)}"
+        f"step        {batches} on {_number_of(config.num_processes, 'process')}"
         + _global_batch(config, window, micro_batch),
         f"length      {_length(config)}",
         f"clipping    {_clipping(settings)}",
@@ -67,9 +67,13 @@ def describe(
 
 def start_line(config: ResolvedConfig, stage: str) -> str:
     """Return device, processes, strategy and precision of a run, in one line."""
-    processes = f"{config.num_processes} process{'' if config.num_processes == 1 else 'es'}"
     device = f"{config.device_type} ({config.reasons['device']})"
+    processes = _number_of(config.num_processes, "process")
     return f"{stage}: {device}, {processes}, strategy {config.strategy}, precision {config.precision.name}"
+
+
+def _number_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
 
 
 def _hooks(callbacks: list[Callback], indent: str, hooks: tuple[str, ...]) -> list[str]:

@@ -1,24 +1,29 @@
-"""The facts of a run as texts: what has to be the same on all ranks, and in the checkpoint that it resumes."""
+"""RunFacts: compare a run with the other processes when it starts, and keep its facts in checkpoints for a resume."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import platform
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.arguments import flat_names, local_path
-from trainer.callback import AccumulationSchedule
+from trainer.callback import AccumulationSchedule, Callback, Checkpoint
+from trainer.checkpoint.format import FileTensor
+from trainer.checkpoint.pretrained import samples_of
 from trainer.data.fingerprints import (
     function_fingerprint,
     functions_of,
@@ -35,62 +40,46 @@ from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler
 from trainer.precision import Precision
 from trainer.runs.callback_states import callbacks_by_state_key
-from trainer.runs.compare_ranks import as_text, describe_tensor
+from trainer.runs.compare_ranks import MOST_LINES, as_text, compare, describe_tensor, differences, disagreement, listed
+from trainer.runs.resolved_config import ResolvedConfig
+from trainer.settings import Settings
+from trainer.strategy import Strategy
 
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
+log = logging.getLogger("trainer")
+
+T = TypeVar("T")
 
 Facts = Mapping[str, Mapping[str, str]]
 """Texts that are equal if nothing has changed: by the names of `GROUPS`, then by option or layer."""
 
-
-class FactGroup(NamedTuple):
-    """The way in which the facts of one kind are compared with a checkpoint."""
-
-    meaning: str
-    of_loader: bool = False
-    """They describe the training loader, and may depend on the number of processes."""
-    breaks_epoch: bool = False
-    """Another value gives the rest of an epoch other samples than those that are still unused."""
-    of_objects: bool = False
-    """They describe objects that may keep counters and caches in themselves, or grow while training."""
-    needs_both: bool = False
-    """A fact that only the checkpoint or only the run has is not compared."""
-    remark: str = ""
-    """A sentence on what the resumed run does about a difference."""
-
-
-_of_loader = partial(FactGroup, of_loader=True, needs_both=True)
-_of_order = partial(_of_loader, breaks_epoch=True)
-
-GROUPS = {
-    "dataset": _of_order(
-        "the samples of the training dataset",
-        of_objects=True,
-        remark="After another random_split, samples of the validation are trained on. Seed it: "
-        "random_split(..., generator=torch.Generator().manual_seed(0)).",
-    ),
-    "loader": _of_order("the kind of the training loader"),
-    "sampler": _of_order("the sampler of the training loader", of_objects=True),
-    "shuffle": _of_order("the order of the samples"),
-    "batch_size": _of_loader("the samples of a batch, over all processes"),
-    "drop_last": _of_loader("what happens to the last, shorter batch"),
-    "contents": _of_loader("samples that the training dataset keeps in memory", of_objects=True),
-    "collate_fn": _of_loader("the function that makes a batch of samples", of_objects=True),
-    "seed": FactGroup("the Trainer's seed"),
-    "optimizers": FactGroup("the optimizers' options", remark="The checkpoint's options of optimizers are used."),
-    "schedulers": FactGroup(
-        "the schedulers' options",
-        remark="The checkpoint's options of schedulers are used, but the code's functions, interval, frequency and "
-        "monitor.",
-    ),
-    "module": FactGroup("the layers, which parameters are frozen, and the dtypes of parameters and buffers"),
-    "hyperparameters": FactGroup("the hyperparameters of the module and the data module"),
-    "settings": FactGroup("arguments of the Trainer that change a step"),
-    "callbacks": FactGroup("the options of callbacks", needs_both=True),
-    "versions": FactGroup("torch, Python and this package"),
-}
+OF_LOADER = ("dataset", "loader", "sampler", "shuffle", "batch_size", "drop_last", "contents", "collate_fn")
+"""The kinds of facts of the training loader, which may depend on the number of processes."""
+BREAKS_EPOCH = ("dataset", "loader", "sampler", "shuffle")
+"""The kinds whose change gives the rest of an epoch other samples than the unused ones."""
+OF_OBJECTS = ("dataset", "sampler", "contents", "collate_fn")
+"""The kinds that describe objects which may keep counters and caches in themselves, or grow while training."""
+NEED_BOTH = (*OF_LOADER, "callbacks")
+"""The kinds whose facts are not compared if only the checkpoint or only the run has them."""
+GROUPS = (
+    *OF_LOADER,
+    "seed",
+    "optimizers",
+    "schedulers",
+    "module",  # the layers, which parameters are frozen, and the dtypes of parameters and buffers
+    "hyperparameters",  # of the module and the data module
+    "settings",  # the arguments of the Trainer that change a step
+    "callbacks",
+    "versions",
+)
 """The kinds of facts that a resumed run compares; `fit(..., allow_changes=[...])` takes their names."""
+REMARKS = {
+    "dataset": "After another random_split, samples of the validation are trained on. Seed it: "
+    "random_split(..., generator=torch.Generator().manual_seed(0)).",
+    "optimizers": "The checkpoint's options of optimizers are used.",
+    "schedulers": "The checkpoint's options of schedulers are used, but the code's functions, interval, frequency and "
+    "monitor.",
+}
+"""A sentence on what the resumed run does about a difference."""
 
 MAY_DIFFER = (
     "accelerator",  # of these three the choices are compared
@@ -135,13 +124,12 @@ _HOOKS = (
 )
 
 
-# -- what a run is -----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
-    """Yield the call, the settings, callbacks and versions, which all processes have to share."""
-    config = run.config
-    yield "stage", run.stage
+def facts_of_settings(stage: str, config: ResolvedConfig, callbacks: list[Callback]) -> Iterator[tuple[str, object]]:
+    """Yield the call, the settings, the callbacks and the versions, which all processes have to share."""
+    yield "stage", stage
     for field in dataclasses.fields(config.settings):
         if field.name not in MAY_DIFFER:
             yield field.name, getattr(config.settings, field.name)
@@ -152,13 +140,7 @@ def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
     for name, value in config.strategy._arguments.items():
         yield f"{kind.__name__}, {name}", value
         yield f"{kind.__name__}, content of {name}", _json_content(value)
-    needed = [callback for callback in run.callbacks if callback.agree_on is not None]
-    yield "callbacks", [type(callback) for callback in needed]
-    for where, callback in _named(needed):
-        for name in callback.agree_on or ():
-            value = getattr(callback, name)
-            yield f"{where}.{name}", value
-            yield f"{where}.{name}, fingerprint of its code and values", function_fingerprint(value)
+    yield from _facts_of_shared_callbacks(callbacks, config.strategy.shards_state)
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
     yield "this package", __version__
@@ -166,12 +148,54 @@ def facts_of_settings(run: Run) -> Iterator[tuple[str, object]]:
 
 def _json_content(value: object) -> Any:
     """Return the content of the JSON file at a path; None if `value` is something else."""
-    if not str(value).endswith(".json"):
-        return None
-    try:
-        return json.loads(local_path(str(value)).read_text())
-    except (OSError, ValueError):  # the strategy says so
-        return None
+    if str(value).endswith(".json"):
+        with suppress(OSError, ValueError):  # the strategy reports it
+            return json.loads(local_path(str(value)).read_text())
+    return None
+
+
+def _facts_of_shared_callbacks(callbacks: list[Callback], shards_state: bool) -> Iterator[tuple[str, object]]:
+    """Yield the callbacks that all processes must have, with their options and the folders of shards."""
+    shared = [callback for callback in callbacks if callback.agree_on is not None]
+    yield "callbacks", [type(callback) for callback in shared]
+    for name, value in _options_of_callbacks(named(shared)).items():
+        yield name, value
+        yield f"{name}, fingerprint of its code and values", function_fingerprint(value)
+    for where, one in named(shared):
+        if isinstance(one, Checkpoint) and shards_state:  # all processes write into it
+            yield f"{where}.dirpath", f"folder {one.dirpath}"
+
+
+def _options_of_callbacks(callbacks: Iterable[tuple[str, Callback]]) -> dict[str, object]:
+    return {f"{where}.{name}": getattr(one, name) for where, one in callbacks for name in one.agree_on or ()}
+
+
+def kept_facts_of_settings(settings: Settings, precision: Precision, callbacks: list[Callback]) -> Facts:
+    """Return what a checkpoint keeps: the settings that change a step, the options of callbacks, and the versions."""
+    accumulating = [one.scheduling for one in callbacks if isinstance(one, AccumulationSchedule)]
+    # The key of a ModelCheckpoint has its options.
+    others = [(key, one) for key, one in callbacks_by_state_key(callbacks).items() if not isinstance(one, Checkpoint)]
+    return {
+        "settings": {
+            **{name: as_text(getattr(settings, name)) for name in _SETTINGS},
+            "precision": precision.name,
+            "schedule of accumulation": as_text(accumulating),
+        },
+        "callbacks": as_texts(_options_of_callbacks(others)),
+        "versions": {
+            "torch": str(torch.__version__),
+            "Python": platform.python_version(),
+            "exact-trainer": __version__,
+        },
+    }
+
+
+def as_texts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Return facts as texts."""
+    return {name: as_text(value) for name, value in facts.items()}
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]:
@@ -186,7 +210,7 @@ def facts_of_module(module: TrainModule, precision: Precision) -> dict[str, str]
 
 
 def facts_of_tensors(module: TrainModule, training: bool) -> Iterator[tuple[str, object]]:
-    """Yield what the processes have to share of a module beside `facts_of_module`.
+    """Yield the facts of a module that all processes have to share in addition to `facts_of_module`.
 
     Parameters and buffers come in the order in which strategies send them; tied parameters count once.
     """
@@ -197,16 +221,15 @@ def facts_of_tensors(module: TrainModule, training: bool) -> Iterator[tuple[str,
         yield f"parameter {name}", f"{describe_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
     for name, buffer in module.named_buffers():
         owner, _, own = name.rpartition(".")
-        persistent = own not in module.get_submodule(owner)._non_persistent_buffers_set
-        yield f"buffer {name}", f"{describe_tensor(buffer)}{'' if persistent else ', not in the state_dict'}"
+        saved = own not in module.get_submodule(owner)._non_persistent_buffers_set
+        yield f"buffer {name}", f"{describe_tensor(buffer)}{'' if saved else ', not in the state_dict'}"
 
 
 def describe_layer(layer: torch.nn.Module) -> str:
     """Return a layer's class and options as text."""
-    try:
+    options = ""
+    with suppress(Exception):  # code of the user
         options = layer.extra_repr()
-    except Exception:  # the user's
-        options = ""
     return f"{class_of(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
 
 
@@ -215,51 +238,60 @@ def hooks_of(module: torch.nn.Module) -> dict[str, str]:
 
     Without the hooks of wandb, which are for rank 0 alone.
     """
-    found: dict[str, list[str]] = {}
+    found = {}
     for name, place in [*module.named_modules(), *module.named_parameters()]:
         for kind in _HOOKS:
-            for hook in (getattr(place, kind, None) or {}).values():
-                if str(getattr(hook, "__module__", "")).partition(".")[0] != "wandb":
-                    where = f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}"
-                    found.setdefault(where, []).append(name_of(hook))
-    return {where: ", ".join(names) for where, names in found.items()}
+            hooks = [*(getattr(place, kind, None) or {}).values()]
+            names = [name_of(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("wandb")]
+            if names:
+                found[f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}"] = ", ".join(names)
+    return found
 
 
-def facts_of_optimizers(module: TrainModule, optimizers: list[Optimizer]) -> Iterator[tuple[str, object]]:
-    """Yield the classes of optimizers, and their options by group, as pairs of a name and a value."""
+# -- optimizers and schedulers -----------------------------------------------------------------------------------------
+
+
+def facts_of_optimizers(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[str, object]:
+    """Return the classes of optimizers, and their options by group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    yield "optimizers", [type(optimizer) for optimizer in optimizers]
-    for where, optimizer in _named(optimizers):
+    facts: dict[str, object] = {"optimizers": [type(optimizer) for optimizer in optimizers]}
+    for where, optimizer in named(optimizers):
+        several = len(optimizer.param_groups) > 1
         for number, group in enumerate(optimizer.param_groups):
-            owner = f"{where}, group {number}" if len(optimizer.param_groups) > 1 else where
-            yield f"{owner}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
-            for option in sorted(group.keys() - {"params"}):
-                yield f"{owner}, {option}", group[option]
-        for name, value in vars(optimizer).items():
-            if is_scalar(value) and not name.startswith("_"):
-                yield f"{where}, {name}", value
+            owner = f"{where}, group {number}" if several else where
+            parameters = [names.get(id(parameter)) for parameter in group["params"]]
+            options = {option: group[option] for option in sorted(group.keys() - {"params"})}
+            facts |= _under(owner, {"parameters": parameters, **options})
+        own = {name: value for name, value in vars(optimizer).items() if is_scalar(value) and name[0] != "_"}
+        facts |= _under(where, own)
+    return facts
 
 
-def facts_of_schedulers(schedulers: list[TimedScheduler]) -> Iterator[tuple[str, object]]:
-    """Yield the classes of schedulers, and their options, as pairs of a name and a value."""
-    yield "schedulers", [type(config.scheduler) for config in schedulers]
-    for (where, scheduler), config in zip(_named([c.scheduler for c in schedulers]), schedulers, strict=True):
+def facts_of_schedulers(schedulers: list[TimedScheduler]) -> dict[str, object]:
+    """Return the classes of schedulers, and their options."""
+    facts: dict[str, object] = {"schedulers": [type(config.scheduler) for config in schedulers]}
+    for (where, scheduler), config in zip(named(c.scheduler for c in schedulers), schedulers, strict=True):
         options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
-        for option, value in {**_options(scheduler), **options}.items():
-            yield f"{where}, {option}", value
+        facts |= _under(where, {**_options(scheduler), **options})
+    return facts
 
 
 def _options(scheduler: Any) -> dict[str, Any]:
-    """Return the attributes of a scheduler, and those of the schedulers in it."""
+    """Return the attributes of a scheduler, and of the schedulers inside it."""
     own = dict(getattr(scheduler, "__dict__", {}))
     if "_milestones" in own:
         own["milestones"] = own.pop("_milestones")
-    for where, inner in _named(own.pop("_schedulers", ())):
+    for where, inner in named(own.pop("_schedulers", ())):
         own |= {f"{where}.{option}": value for option, value in _options(inner).items()}
     return own
 
 
-def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def _under(owner: str, facts: Mapping[str, T]) -> dict[str, T]:
+    """Return facts with the name of their owner."""
+    return {f"{owner}, {name}": value for name, value in facts.items()}
+
+
+def named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects with the names of their classes, numbered where there are several of one class."""
     seen: Counter[str] = Counter()
     for one in objects:
@@ -268,59 +300,37 @@ def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         yield kind if seen[kind] == 1 else f"{kind} number {seen[kind]}", one
 
 
-# -- what a checkpoint keeps of it -------------------------------------------------------------------------------------
-
-
-def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[TimedScheduler]) -> Facts:
-    """Return the facts of optimizers and settings, before anything is restored from a checkpoint.
-
-    Args:
-        optimizers: the user's, before the strategy prepares them.
-    """
-    of_optimizers = dict(facts_of_optimizers(run.module, optimizers))
-    of_schedulers = dict(facts_of_schedulers(schedulers))
+def kept_facts_of_optimizers(of_optimizers: Mapping[str, object], of_schedulers: Mapping[str, object]) -> Facts:
+    """Return what a checkpoint keeps: options, the parameters of several groups, and values that functions read."""
     of_groups = {
         name: as_text(sorted(map(str, names)))
         for name, names in of_optimizers.items()
         if isinstance(names, list) and ", group " in name
     }
-    accumulating = [c.scheduling for c in run.callbacks if isinstance(c, AccumulationSchedule)]
     return {
         "optimizers": _kept(of_optimizers) | of_groups,
         "schedulers": _kept(of_schedulers) | _facts_of_functions(of_schedulers),
-        "settings": {
-            **{name: as_text(getattr(run.settings, name)) for name in _SETTINGS},
-            "precision": run.strategy.precision.name,
-            "schedule of accumulation": as_text(accumulating),
-        },
-        # What a ModelCheckpoint is stands in its key.
-        "callbacks": {
-            f"{key}.{name}": as_text(getattr(callback, name))
-            for key, callback in callbacks_by_state_key(run.callbacks).items()
-            if callback not in run.checkpoint_callbacks
-            for name in callback.agree_on or ()
-        },
-        "versions": {
-            "torch": str(torch.__version__),
-            "Python": platform.python_version(),
-            "exact-trainer": __version__,
-        },
     }
 
 
 def _kept(facts: Mapping[str, object]) -> dict[str, str]:
     """Return the facts of optimizers or schedulers as texts, but for options that are private or follow from others."""
-    options = {name: re.split(r", |\.", name)[-1] for name in facts}
-    kept = (name for name, option in options.items() if option not in _DERIVED and option[0] != "_")
-    return {name: as_text(facts[name]) for name in kept}
+    kept = {}
+    for name, value in facts.items():
+        option = re.split(r", |\.", name)[-1]
+        if option not in _DERIVED and option[0] != "_":
+            kept[name] = as_text(value)
+    return kept
 
 
 def _facts_of_functions(of_schedulers: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a schedule's functions read, and the attributes of objects that are called instead of a function."""
+    """Return the values that a schedule's functions read, and the attributes of objects in place of functions."""
     found: dict[str, str] = {}
-    for name in of_schedulers:
-        owner, _, option = name.rpartition(", ")
-        for one in of_schedulers[name] if option.endswith("lr_lambdas") else ():
+    for name, functions in of_schedulers.items():
+        if not name.endswith("lr_lambdas"):
+            continue
+        owner = name.rpartition(", ")[0]
+        for one in functions:
             read = globals_fingerprints(functions_of(one)) | read_values_fingerprints(one)
             found |= {f"{owner}, {what} in lr_lambdas": text for what, text in read.items()}
             if not isinstance(one, (FunctionType, MethodType, partial)):  # torch restores these attributes
@@ -329,18 +339,137 @@ def _facts_of_functions(of_schedulers: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def facts_of_data(loader: BatchLoader, readers: int) -> Facts:
+# -- data and call -----------------------------------------------------------------------------------------------------
+
+
+def facts_of_data(loader: BatchLoader, readers: int) -> dict[str, dict[str, str]]:
     """Return the facts of the training loader, on so many data-parallel ranks."""
-    described = {name: {"": text} for name, text in loader.identity(readers).items()}
-    numbers = loader.numbers()
-    return {name: described.get(name, {}) | numbers.get(name, {}) for name in {**described, **numbers}}
-
-
-def facts_of_call(seed: int | None, hyperparameters: Mapping[str, Any] | None) -> Facts:
-    """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
-    facts = {"seed": {"": str(seed)}}
-    if hyperparameters is not None:
-        of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
-        values = of_module | {f"data, {name}": value for name, value in of_data.items()}
-        facts["hyperparameters"] = {name: as_text(value) for name, value in values.items()}
+    facts = {name: {"": text} for name, text in loader.identity(readers).items()}
+    for name, numbers in loader.numbers().items():
+        facts[name] = {**facts.get(name, {}), **numbers}
     return facts
+
+
+def facts_of_call(seed: int, hyperparameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the seed and the hyperparameters, by names such as `lr` and, of the data module, `data, lr`."""
+    of_module, of_data = (flat_names(with_paths(hyperparameters, owner)) for owner in ("module", "data"))
+    return {"seed": {"": str(seed)}, "hyperparameters": as_texts(of_module | _under("data", of_data))}
+
+
+# -- the run's facts ---------------------------------------------------------------------------------------------------
+
+
+class RunFacts:
+    """The facts of a run, which its set-up adds in running order.
+
+    The methods `agree_on_...` compare facts between the processes. They are collective, and raise ConfigError on all
+    processes if the facts differ.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.kept: dict[str, Mapping[str, str]] = {}
+        """The facts that checkpoints keep, by the names of `GROUPS`, then by option or layer."""
+        self._identity: Mapping[str, str] | None = None
+        """The training loader's identity when the facts that changed while training were last left out."""
+
+    # -- the same on all processes -------------------------------------------------------------------------------------
+
+    def agree_on_settings(self, stage: str, config: ResolvedConfig, callbacks: list[Callback]) -> None:
+        """Check that all processes make the same call with the same settings, callbacks and versions."""
+        if stage == "fit":
+            self.kept |= kept_facts_of_settings(config.settings, self._strategy.precision, callbacks)
+        fix = "Give Trainer the same arguments on all processes; loggers and progress bars may be on rank 0 only."
+        compare(self._strategy.processes, facts_of_settings(stage, config, callbacks), fix)
+
+    def agree_on_module(self, module: TrainModule, training: bool) -> None:
+        """Check that all processes have the same layers, parameters and buffers in the same order, apart from values.
+
+        Different hooks of layers are a warning: they may only look at values.
+        """
+        facts = facts_of_module(module, self._strategy.precision)
+        if training:
+            self.kept["module"] = facts
+        if self._strategy.processes.world_size > 1:
+            fix = "Build the same module on all processes, in the same order (the order of a set differs)."
+            shared = chain(facts_of_tensors(module, training), facts.items())
+            hooks = compare(self._strategy.processes, shared, fix, also=hooks_of(module), in_order=True)
+            self._warn(hooks, "hooks", "A hook that changes values has to be on all of them.")
+
+    def agree_on_weights(self, pretrained: Mapping[str, FileTensor]) -> None:
+        """Check that the pretrained weights, which each process reads from its own disk, are the same."""
+        compare(self._strategy.processes, samples_of(pretrained), "Have the same pretrained weights on all machines.")
+
+    def agree_on_loaders(self, loaders: list[BatchLoader], training: BatchLoader | None) -> None:
+        """Check that the loaders are alike where they have to be, and set the length of a training epoch."""
+        if self._strategy.processes.world_size == 1:
+            return
+        equal: dict[str, object] = {"loaders": [loader.label for loader in loaders]}
+        orders, contents = dict[str, str](), dict[str, str]()
+        for loader in loaders:
+            found = loader.facts_for_ranks()
+            equal |= _under(loader.label, found.equal)
+            orders |= _under(loader.label, found.orders)
+            contents |= _under(loader.label, found.contents)
+        length = None if training is None else training.length
+        fix = "Give every process the full dataset: the trainer splits it."
+        gathered = compare(self._strategy.processes, equal.items(), fix, also=(length, orders, contents))
+        lengths, orders_by_rank, contents_by_rank = (list(of_ranks) for of_ranks in zip(*gathered, strict=True))
+        # A process that could not try its sampler has no order.
+        if lines := differences(orders_by_rank, only_common=True):
+            fix = "Samplers have to give the same order on all processes, which the trainer splits."
+            raise disagreement(lines, fix)
+        fix = "Make them from a seed (trainer.seed_everything before), or load them: the trainer splits one dataset."
+        self._warn(contents_by_rank, "samples", fix)
+        if training is not None:
+            training.shorten(lengths)
+
+    def agree_on_optimizers(
+        self, module: TrainModule, optimizers: list[Optimizer], schedulers: list[TimedScheduler]
+    ) -> None:
+        """Check that all processes have the same optimizers and schedulers, which the strategy has not prepared yet."""
+        of_optimizers, of_schedulers = facts_of_optimizers(module, optimizers), facts_of_schedulers(schedulers)
+        self.kept |= kept_facts_of_optimizers(of_optimizers, of_schedulers)
+        self.agree_on(of_optimizers | of_schedulers, "Give the optimizers the same options on all processes.")
+
+    def agree_on(self, facts: Mapping[str, object], fix: str) -> None:
+        """Check that further facts are the same; `fix` is a sentence of the message."""
+        compare(self._strategy.processes, facts.items(), fix)
+
+    def _warn(self, by_rank: list[dict[str, str]], what: str, fix: str) -> None:
+        """Log a warning on rank 0 if facts of the processes differ."""
+        lines = differences(by_rank)
+        if lines and self._strategy.processes.is_global_zero:
+            log.warning("%s differ between processes:%s\n%s", what, listed(lines, MOST_LINES // 2), fix)
+
+    # -- the same as in a checkpoint -----------------------------------------------------------------------------------
+
+    def record_data(self, loader: BatchLoader) -> None:
+        """Record the facts of the training data, of a loader that was just made."""
+        readers, size = self._strategy.processes.readers, loader.batch_size
+        samples = None if size is None else size * readers
+        self.kept |= {**facts_of_data(loader, readers), "micro_batch": {"": str(samples)}}
+        self._identity = None
+
+    def leave_out_changing(self, loader: BatchLoader | None) -> None:
+        """Leave out the facts that datasets, samplers and collate functions have changed in themselves.
+
+        In the same process the next run begins with the changed objects, and in another process with the objects that
+        a data module restores. Looked for at the first checkpoint, and when the data have another length.
+        """
+        if loader is None:
+            return
+        readers = self._strategy.processes.readers
+        identity = loader.identity(readers)
+        if identity == self._identity:
+            return
+        self._identity, now = identity, facts_of_data(loader, readers)
+        for name in OF_OBJECTS:
+            before, there = self.kept.get(name, {}), now.get(name, {})
+            self.kept[name] = {fact: text for fact, text in before.items() if there.get(fact) == text}
+
+    def leave_out_missing(self, saved: Facts) -> None:
+        """Leave out the facts of objects that a checkpoint lacks: a cache may be empty in the next process."""
+        for name in OF_OBJECTS:
+            facts = self.kept.get(name, {})
+            self.kept[name] = {fact: text for fact, text in facts.items() if fact in saved.get(name, facts)}

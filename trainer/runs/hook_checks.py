@@ -1,4 +1,4 @@
-"""Check that the hooks of callbacks and modules have names and parameters with which they are called."""
+"""Check the names and parameters of the hooks of callbacks and modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from trainer.callback import HOOKS, Callback
@@ -50,7 +51,9 @@ def uncalled_methods(
         methods: the names of further methods, which the user has not defined.
     """
     kind, helpers, problems = type(plug).__name__, called_by_others(type(plug)), []
-    for name in (one for one in names if one not in helpers):
+    for name in names:
+        if name in helpers:
+            continue
         like_a_hook = f"on_{name}" in hooks or (name.startswith("on_") and len(hooks) > 0)
         close = difflib.get_close_matches(name, methods, n=1, cutoff=0.85)
         if name in instead:
@@ -62,28 +65,30 @@ def uncalled_methods(
             )
         # A name around the known one, such as configure_models, is a helper's.
         elif close and close[0] not in name:
-            problems.append(
-                f"{kind}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? If not, choose a "
-                "less similar name."
-            )
+            problems.append(f"{kind}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}?")
     return problems
 
 
 def methods_beyond(plug: object, own: type) -> list[str]:
-    """Return the names of the public methods of a user's class that the class `own` of this package has not."""
+    """Return the names of the public methods of a user's class that the class `own` of this package lacks."""
     names = [name for name in dir(type(plug)) if not name.startswith("_") and not hasattr(own, name)]
     return [name for name in names if callable(inspect.getattr_static(type(plug), name))]
 
 
 def called_by_others(kind: type) -> set[str]:
     """Return the names that methods of the user's classes call in methods of other names: their own helpers."""
+    codes = [function.__code__ for function in users_functions(kind)]
+    return {name for code in codes for name in code.co_names if name != code.co_name}
+
+
+def users_functions(kind: type) -> list[FunctionType]:
+    """Return the methods that a class has from the user's code."""
     users = [one for one in kind.__mro__ if not one.__module__.startswith(("trainer.", "torch.", "builtins"))]
-    functions = [value for one in users for value in vars(one).values() if inspect.isfunction(value)]
-    return {name for one in functions for name in one.__code__.co_names if name != one.__code__.co_name}
+    return [value for one in users for value in vars(one).values() if isinstance(value, FunctionType)]
 
 
 def overridden_hooks(callback: Callback) -> list[str]:
-    """Return the hooks that a callback, or its class, defines anew, in their order; one that is None is not defined."""
+    """Return the hooks that a callback or its class overrides, in their order; a hook that is None does not count."""
     return [
         hook
         for hook in HOOKS

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection
-from types import FunctionType
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from trainer.data.fingerprints import codes_in
 from trainer.errors import did_you_mean, raise_problems
+from trainer.runs.hook_checks import users_functions
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -17,9 +18,9 @@ _NEARLY = 0.85
 
 
 def refuse_misspelt_monitors(run: Run) -> None:
-    """Raise ConfigError after the sanity check for names that are nearly those of logged values. Collective.
+    """Raise ConfigError after the sanity check for names that are nearly the name of a logged value. Collective.
 
-    A name that the code of the module or of a callback has as a text may be logged in training.
+    A name that stands in the code of the module or of a callback may be logged in training.
     """
     logged = set[str]().union(*run.strategy.processes.all_gather_object(run.metrics.names))
 
@@ -46,7 +47,7 @@ def refuse_missing_monitors(run: Run) -> None:
 
 
 def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
-    problems = [problem for one in run.callbacks for problem in one.monitor_problems(logged, missing)]
+    problems = [*chain.from_iterable(one.monitor_problems(logged, missing) for one in run.callbacks)]
     for config in run.scheduler_configs:
         if config.monitor is not None and config.strict and missing(config.monitor):
             problems.append(
@@ -59,8 +60,8 @@ def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool])
 
 def _may_be_logged(run: Run, name: str) -> bool:
     """Whether user code has the name as a text, or does something else in the sanity check."""
-    kinds = {kind for one in (run.module, *run.callbacks) for kind in type(one).__mro__}
-    methods = [one for kind in kinds for one in vars(kind).values() if type(one) is FunctionType]
-    codes = (code for one in methods if not one.__module__.startswith("trainer.") for code in codes_in(one.__code__))
     names = {name, name.removesuffix("_step"), name.removesuffix("_epoch"), "sanity_checking"}
-    return any(repr(one) in repr((code.co_names, code.co_consts)) for code in codes for one in names)
+    functions = chain.from_iterable(users_functions(type(one)) for one in (run.module, *run.callbacks))
+    codes = chain.from_iterable(codes_in(function.__code__) for function in functions)
+    texts = {repr(one) for code in codes for one in (*code.co_names, *code.co_consts)}
+    return any(repr(one) in text for text in texts for one in names)

@@ -48,8 +48,7 @@ HOW_TO_DEFINE = {
     **{step: f"define {step}(self, batch, batch_idx)." for step in STEPS.values()},
     "predict_step": "define predict_step(self, batch, batch_idx), or forward(self, batch).",
     "configure_optimizers": "define configure_optimizers(self) and return an optimizer, for example "
-    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: optimizer: {class_path: AdamW, lr: "
-    "0.001}, or --optimizer AdamW.",
+    "torch.optim.AdamW(self.parameters(), lr=1e-3). Or give `trainer fit` one: --optimizer AdamW.",
 }
 
 DATAMODULE_METHODS = (
@@ -165,12 +164,12 @@ def check_call(
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
-    problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
+    for callback in config.callbacks:
+        problems += callback.problems(config, module, stage)
     if ckpt_path == "" or not checkpoint_may_exist(ckpt_path):
-        guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
-            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty)."
-            f"{guess} Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
+            f"ckpt_path={str(ckpt_path)!r} does not exist (before the first checkpoint, best_model_path is empty). "
+            "Give 'last', 'best' or a checkpoint folder, or leave ckpt_path out."
         )
     problems += allowed_problems(allow_changes)
     if weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
@@ -209,10 +208,10 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     instead = words_for("hook", beyond) | CALLBACKS_HOOKS
     open_methods = [method for method in METHODS if not module.overrides(method)]
     problems = uncalled_methods(module, beyond, instead, MODULE_HOOKS, open_methods)
-    predicts = stage == "predict" and type(module).forward is not nn.Module.forward
-    needed = () if predicts else NEEDED[stage]
-    missing = [method for method in needed if not module.overrides(method)]
-    problems += [f"{name} has no {method}: {HOW_TO_DEFINE[method]}" for method in missing]
+    has_forward = type(module).forward is not nn.Module.forward
+    for method in NEEDED[stage]:
+        if not module.overrides(method) and not (method == "predict_step" and has_forward):
+            problems.append(f"{name} has no {method}: {HOW_TO_DEFINE[method]}")
     return problems + _check_signatures(module, stage) + module.hyperparameter_problems
 
 
@@ -229,6 +228,13 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
 STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}
 """The step methods that a stage calls."""
 
+ARGUMENTS = {
+    "backward": ["loss"],
+    "validation_step": EVALUATION_ARGUMENTS,
+    "test_step": EVALUATION_ARGUMENTS,
+    "predict_step": EVALUATION_ARGUMENTS,
+}
+"""The arguments of the methods that are called with other arguments than in `TrainModule`."""
 
 OPTIMIZER_NUMBERS = frozenset({"optimizer_idx", "optimizer_i", "opt_idx"})
 """Arguments for the number of an optimizer in Lightning 1: by position, another argument would be taken for it."""
@@ -242,14 +248,11 @@ def _check_signatures(module: TrainModule, stage: str) -> list[str]:
         code = getattr(getattr(module, name), "__code__", None)
         if numbers := OPTIMIZER_NUMBERS.intersection(code.co_varnames[: code.co_argcount] if code else ()):
             problems.append(
-                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: with several optimizers "
-                "set automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise "
-                "leave the argument out."
+                f"{type(module).__name__}.{name} takes {first_of(numbers)}, as in Lightning 1: leave it out. With "
+                "several optimizers set automatic_optimization = False, and step self.optimizers() in training_step."
             )
             continue
-        expected = ["loss"] if name == "backward" else parameters_of(getattr(TrainModule, name))
-        if name in STEPS.values() and name != "training_step":
-            expected = EVALUATION_ARGUMENTS
+        expected = ARGUMENTS.get(name) or parameters_of(getattr(TrainModule, name))
         problems.append(check_signature(module, name, expected))
     return [*filter(None, problems)]
 

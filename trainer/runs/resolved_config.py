@@ -125,9 +125,8 @@ def _listed(given: Any) -> list[Any]:
 
 def _others_than(kind: type, given: Any, where: str, examples: str) -> list[str]:
     """Return a problem for each object that is not of a kind of callbacks."""
-    own = f"an object of your own subclass of trainer.{kind.__name__}"
     wrong = [one for one in _listed(given) if not isinstance(one, kind)]
-    return [f"{where}: {shown(one)} is not a {kind.__name__}. Give {examples}; or {own}." for one in wrong]
+    return [f"{where}: {shown(one)} is not a trainer.{kind.__name__}. Give {examples}." for one in wrong]
 
 
 def _with_plugins(settings: Settings) -> tuple[Any, bool, list[str]]:
@@ -191,7 +190,7 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
 
 
 def _launch_problems(settings: Settings, environment: Environment, device_type: str, devices: int) -> list[str]:
-    """Return what contradicts the way in which the processes were started."""
+    """Return the settings that contradict how the processes were started."""
     source, here, machines = environment.source, environment.local_world_size, environment.num_nodes
     if source == "single process":
         if settings.num_nodes == 1:
@@ -203,13 +202,11 @@ def _launch_problems(settings: Settings, environment: Environment, device_type: 
     problems = sharing_problems(device_type, here, source)
     if settings.devices != "auto" and devices != here:
         problems.append(
-            f"devices={settings.devices!r}, but {source} started {here} processes on this machine: give "
-            f"devices='auto', or have it start {devices}."
+            f"devices={settings.devices!r}, but {source} started {here} processes on this machine: give devices='auto'."
         )
     if settings.num_nodes not in (1, machines):
         problems.append(
-            f"num_nodes={settings.num_nodes}, but the number of machines on which {source} started processes is "
-            f"{machines}: leave num_nodes out, or start on {settings.num_nodes} machines."
+            f"num_nodes={settings.num_nodes}, but {source} started processes on {machines} machines: leave it out."
         )
     if source == "Ray Train" and not local_path(settings.default_root_dir).is_absolute():
         problems.append(
@@ -225,8 +222,8 @@ def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str
     if settings.accumulate_grad_batches != "auto" or not cannot:
         return []
     return [
-        f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "
-        "cannot: use 'ddp' or one device. Or give a number: `trainer estimate` says how many samples fit."
+        f"accumulate_grad_batches='auto' tries a batch on each process separately, and strategy {strategy.name!r} "
+        "cannot. Use 'ddp' or one device, or give the number from `trainer estimate`."
     ]
 
 
@@ -273,8 +270,12 @@ def _callbacks(settings: Settings, time_limit: Callback | None) -> tuple[list[Ca
 
 
 def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks without those that would write what the settings leave out."""
-    kinds = (Checkpoint, Logger) if settings.fast_dev_run else () if settings.enable_checkpointing else (Checkpoint,)
+    """Return the callbacks without writers of files that the settings leave out."""
+    kinds: tuple[type, ...] = ()
+    if settings.fast_dev_run:
+        kinds = (Checkpoint, Logger)
+    elif not settings.enable_checkpointing:
+        kinds = (Checkpoint,)
     return [callback for callback in callbacks if not isinstance(callback, kinds)]
 
 
@@ -282,17 +283,18 @@ def _loggers(settings: Settings) -> list[Logger]:
     if settings.logger is not True:
         return _listed(settings.logger)
     names = ["TensorBoardLogger", "CSVLogger"] if find_spec("tensorboard") else ["CSVLogger"]
-    return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
+    loggers: list[Any] = [callback_named(name)() for name in names]
+    return loggers
 
 
 def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Callback]) -> list[Callback]:
     """Return the trainer's callbacks and the module's, which replace the trainer's callbacks of the same class.
 
-    Without those of the module that write checkpoints, in a fast_dev_run or with `enable_checkpointing=False`.
+    Callbacks of the module that write checkpoints are left out in a fast_dev_run or with `enable_checkpointing=False`.
 
     Raises:
-        ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks; or two
-            classes with a state have one name.
+        ConfigError: `of_module`, the return value of `configure_callbacks`, is not a callback or list of callbacks; or
+            two classes with a state have one name.
     """
     given = [None] if of_module is None else of_module
     problems = _others_than(Callback, given, "configure_callbacks", "EarlyStopping(...), or a list")
@@ -305,8 +307,8 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
         stateful = type(one).state_dict is not Callback.state_dict
         if stateful and named.setdefault(one.state_key, type(one)) is not type(one):
             raise ConfigError(
-                f"two classes of callbacks are called {one.state_key}, so that a resume could give one the state of "
-                "the other: give one of them another name, or a property `state_key` of its own."
+                f"two classes of callbacks are called {one.state_key}, so a resume could mix up their states: give one "
+                "of them another name, or another `state_key`."
             )
     # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
@@ -24,7 +23,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError, first_of, printable
 from trainer.fault_tolerance.file_lock import FolderLock
 from trainer.metrics.logger_folder import LoggerFolder
-from trainer.runs.compare_ranks import compare
+from trainer.runs.facts import named
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,13 +34,13 @@ log = logging.getLogger("trainer")
 
 
 def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | None:
-    """Return the checkpoint for `ckpt_path`; None for None, and for "last" in `fit` if there is no checkpoint yet.
+    """Return the checkpoint for `ckpt_path`; None for None, and for "last" in a `fit` before the first checkpoint.
 
     "last" and "best" are searched in this trainer's run directory or its ModelCheckpoint's `dirpath`; in a new process,
     in the newest run directory below `default_root_dir` that has one. A run directory stands for its last checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: the checkpoint does not exist.
     """
     if ckpt_path is None:
         return None
@@ -64,31 +63,38 @@ def _find_last(run: Run) -> StoragePath | None:
         if damage := CheckpointDirectory(folder).corruption_report():
             raise CheckpointError(
                 f"{last}: there is no intact checkpoint in {folder}, but there was one: {'; '.join(damage)}. "
-                f"To start anew, leave out {last} or remove that folder."
+                f"To start again, leave {last} out, or remove that folder."
             )
     if run.stage != "fit":
-        return _known_to_callbacks(run, [one.last_model_path for one in run.checkpoint_callbacks], last, folders)
+        known = _known_to(run, [one.last_model_path for one in run.checkpoint_callbacks])
+        if known is None:
+            raise _not_found(run, last, folders)
+        return known
     where = printable(str(run.session.named_run or run.settings.root))
-    log.info("%s: there is no checkpoint in %s yet, and the training begins anew", last, where)
+    log.info("%s: there is no checkpoint in %s yet, so the training starts from the beginning", last, where)
     return None
 
 
 def _find_best(run: Run) -> StoragePath:
-    """Return the checkpoint that a ModelCheckpoint has chosen; else the last one."""
+    """Return the checkpoint that a ModelCheckpoint has chosen, of several callbacks the first; else the last one."""
     best, folders = run.session.argument("ckpt_path", "best"), checkpoint_dirs(run, best=True)
+    chosen = _first(folders, "best") or _known_to(run, [one.best_model_path for one in run.checkpoint_callbacks])
+    if chosen is not None:
+        return chosen
+    last = _first(folders, "last")
+    if last is None:
+        raise _not_found(run, best, folders)
+    log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", best)
+    return last
+
+
+def _first(folders: list[StoragePath], wanted: str) -> StoragePath | None:
+    """Return "last" or "best" of the first folder that has it."""
     for folder in folders:
-        if (found := _resolve(folder, "best")) is not None:
-            monitors = [one.monitor for one in run.checkpoint_callbacks if one.monitor is not None]
-            if len(monitors) > 1:
-                log.info("best: %s, of %s, the first of %s", printable(str(found)), monitors[0], ", ".join(monitors))
+        found = _resolve(folder, wanted)
+        if found is not None:
             return found
-    known = [one.best_model_path for one in run.checkpoint_callbacks]
-    if not any(known) or not run.session.has_fit:
-        for folder in folders:
-            if (found := _resolve(folder, "last")) is not None:
-                log.info("%s: no ModelCheckpoint(monitor=...) has chosen one, so the last is taken", best)
-                return found
-    return _known_to_callbacks(run, known, best, folders)
+    return None
 
 
 def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
@@ -101,22 +107,27 @@ def _resolve(folder: StoragePath, wanted: str) -> StoragePath | None:
         return None
 
 
-def _known_to_callbacks(run: Run, paths: list[str], named: str, folders: list[StoragePath]) -> StoragePath:
-    """Return the first checkpoint that the callbacks of this trainer's `fit` name; else raise CheckpointError."""
-    for path in filter(None, paths) if run.session.has_fit else ():
-        return locate(as_storage_path(path))
+def _known_to(run: Run, paths: list[str]) -> StoragePath | None:
+    """Return the first checkpoint that the callbacks of this trainer's `fit` name."""
+    for path in paths:
+        if path and run.session.has_fit:
+            return locate(as_storage_path(path))
+    return None
+
+
+def _not_found(run: Run, named: str, folders: list[StoragePath]) -> CheckpointError:
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
-    raise CheckpointError(
+    return CheckpointError(
         f"{named}: no such checkpoint. Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 
 
 def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePath) -> StoragePath | None:
-    """Refuse a checkpoint from which no training can go on; None: the run was killed before it had another.
+    """Refuse a checkpoint that has only weights; None: the run was killed before it had another.
 
     Raises:
-        CheckpointError: the message names those beside it from which one can.
+        CheckpointError: the message names the full checkpoints beside it.
     """
     info = read_manifest(path).info
     if not info.get("weights_only"):
@@ -124,12 +135,12 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
     full = [one for one in checkpoints_in(path.parent) if not read_manifest(one).info.get("weights_only")]
     saves_all = not all(one.save_weights_only for one in run.checkpoint_callbacks)
     if ckpt_path == "last" and not full and saves_all and "left_out" not in info:
-        log.info("%s has weights only, and there is no other yet: the training begins anew", printable(str(path)))
+        log.info("%s has weights only: the training starts from the beginning", printable(str(path)))
         return None
     raise CheckpointError(
-        f"{printable(str(path))} has weights only (save_weights_only=True, or the rest could not be stored), from "
-        f"which no training can go on. Beside it are {printable(first_of(one.name for one in full)) or 'no others'}. "
-        "To begin another training with these weights: load_from_checkpoint, and fit without ckpt_path."
+        f"{printable(str(path))} has weights only, so a training cannot continue from it. Resume from another "
+        f"checkpoint beside it ({printable(first_of(one.name for one in full)) or 'there is none'}), or start a new "
+        "training with these weights: load_from_checkpoint, and fit without ckpt_path."
     )
 
 
@@ -138,7 +149,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
     for folder in [*_dirpaths(run), Path(former) / CHECKPOINTS]:
         found = _resolve(folder, "last")
         # A dirpath may contain checkpoints of older runs.
-        if found is not None and _absolute(saved_run_dir(found) or "", run.settings) == Path(former):
+        if found is not None and _absolute(saved_run_dir(found), run.settings) == Path(former):
             return _newest_of_latest_run(run, found, of_this_run=True)
     return None
 
@@ -146,7 +157,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
 def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None) -> StoragePath | None:
     """Return the checkpoint to start from, now that its folder is locked. Collective; rank 0 searches.
 
-    Another run may have gone on in the folder until then, and have deleted the checkpoint that was found.
+    Another run may have trained in the folder until then, and deleted the checkpoint that was found.
     """
     wanted: Any = ckpt_path or "last"
     if found is None or run.stage != "fit" or wanted not in ("last", "best"):
@@ -164,26 +175,14 @@ def of_rank_zero(processes: SingleProcess, path: StoragePath | None) -> StorageP
     return None if named is None else as_storage_path(named)
 
 
-def check_folders_of_shards(run: Run) -> None:
-    """Check that the `dirpath` of each ModelCheckpoint that writes shards is one folder. Collective.
-
-    Raises:
-        ConfigError: as `compare`.
-    """
-    if run.strategy.shards_state:
-        folders = [(f"{type(one).__name__}.dirpath", f"folder {one.dirpath}") for one in run.checkpoint_callbacks]
-        fix = "All processes write their shards into it: give the same path everywhere, on a disk that they share."
-        compare(run.strategy.processes, folders, fix)
-
-
 def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = False) -> StoragePath:
-    """Return the newest checkpoint of the run that was captured latest, in which several ModelCheckpoints may write.
+    """Return the newest checkpoint of the latest run, in which several ModelCheckpoints may write.
 
-    A run that began from the path of a checkpoint may have ended when only one of them had written. Of several
-    checkpoints of one step it is the one captured last, because only its state lists the others.
+    A run that began from the path of a checkpoint may have ended when only one of them had written. If several
+    checkpoints have the same step, take the one captured last, because only its state lists the others.
 
     Args:
-        of_this_run: `found` is of the run that is meant.
+        of_this_run: the wanted run has written `found`.
     """
     if len(run.checkpoint_callbacks) < 2:
         return found
@@ -193,22 +192,21 @@ def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = Fals
         candidates = [found, *_lasts(dirpaths), *islice(_lasts(others), 1)]
         latest = max(candidates, key=lambda one: (_when(one)[0], _when(one)[2]))
     run_dir = saved_run_dir(latest)
-    folders = [*dirpaths, _absolute(str(run_dir), run.settings) / CHECKPOINTS]
+    folders = [*dirpaths, _absolute(run_dir, run.settings) / CHECKPOINTS]
     newest = max([latest, *(one for one in _lasts(folders) if saved_run_dir(one) == run_dir)], key=_when)
     return found if newest == found else CheckpointDirectory(newest.parent).resolve("last")
 
 
 def _lasts(folders: Iterable[StoragePath]) -> Iterator[StoragePath]:
-    """Yield the last checkpoint of each folder that has one."""
-    pointers = (CheckpointDirectory(folder).pointer("last") for folder in folders)
-    return (one for one in pointers if one is not None)
+    """Return the last checkpoint of each folder that has one."""
+    return filter(None, (CheckpointDirectory(folder).pointer("last") for folder in folders))
 
 
 def _when(checkpoint: StoragePath) -> tuple[bool, int, int]:
-    """Return whether a training can go on from a checkpoint, its step, and the time at which its state was captured."""
+    """Return whether a training can continue from a checkpoint, its step, and the time when its state was captured."""
     info = read_manifest(checkpoint).info
-    step, captured = (value if isinstance(value := info.get(name), int) else -1 for name in ("step", "captured"))
-    return not info.get("weights_only"), step, captured
+    numbers = {name: value for name, value in info.items() if isinstance(value, int)}
+    return not info.get("weights_only"), numbers.get("step", -1), numbers.get("captured", -1)
 
 
 def _dirpaths(run: Run) -> list[StoragePath]:
@@ -219,7 +217,7 @@ def _dirpaths(run: Run) -> list[StoragePath]:
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
     """Return the folders that may contain checkpoints of this run, the likeliest first.
 
-    For the `best` one first those of the callbacks with a monitor, in their order.
+    For the `best` checkpoint the folders of callbacks with a monitor come first, in their order.
     """
     if run.session.has_fit:
         of_run: list[StoragePath] = [run.session.run_dir / CHECKPOINTS]
@@ -238,8 +236,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     """Return the run directory of this run; a new one is created by `fit` on rank 0, except in a fast_dev_run.
 
     A `fit` resumed from "last" keeps the checkpoint's run directory; any other `fit` gets a new one. Validate, test and
-    predict use the run directory of their checkpoint, unless another `default_root_dir` than that of the checkpoint's
-    run was given; or else that of this trainer's `fit`.
+    predict use their checkpoint's run directory, unless it is not in the `default_root_dir` that was given; or else the
+    run directory of this trainer's `fit`.
 
     Raises:
         ConfigError: no directory can be made below `default_root_dir`.
@@ -248,9 +246,8 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     trains = run.stage == "fit"
     if checkpoint is not None and (ckpt_path == "last" or not trains):
         known = _run_dir_of(checkpoint, run.settings)
-        if known is not None and (
-            trains or str(given) == Settings.default_root_dir or root.resolve() == known.parent.resolve()
-        ):
+        any_root = trains or str(given) == Settings.default_root_dir
+        if known is not None and (any_root or root.resolve() == known.parent.resolve()):
             return known
     if run.session.has_fit and not trains:
         return run.session.run_dir
@@ -264,63 +261,56 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
         make_directory(root)
         return _make_version(root, number)
     except OSError as error:
-        raise ConfigError(
-            f"default_root_dir={str(given)!r}: no run directory can be made there ({error.strerror}). "
-            "Give a folder that can be written."
-        ) from None
+        problem = f"no run directory can be made there ({error.strerror}). Give another folder."
+        raise ConfigError(f"default_root_dir={str(given)!r}: {problem}") from None
 
 
 def beginning_of(run: Run, checkpoint: StoragePath | None) -> int:
     """Return when the first `fit` began in the run directory, in nanoseconds since 1970, as the checkpoint has it."""
-    directory, now = None, time.time_ns()
-    if checkpoint is not None and run.strategy.processes.is_global_zero:
-        directory = _run_dir_of(checkpoint, run.settings)
-    if checkpoint is None or directory is None or directory.absolute() != run.session.run_dir.absolute():
+    now = time.time_ns()
+    if checkpoint is None or not run.strategy.processes.is_global_zero:
+        return now
+    directory = _run_dir_of(checkpoint, run.settings)
+    if directory is None or directory.absolute() != run.session.run_dir.absolute():
         return now
     began = read_manifest(checkpoint).info.get("began")
     return began if type(began) is int and 0 <= began < now else now
 
 
 def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
-    """Give the loggers of a run that continues no other a folder in which no run has left files. Collective.
+    """Give the loggers of a new run folders in which no run has left files. Collective.
 
     As in `choose_run_dir`, a `fit` from the path of a checkpoint is a new run. Rank 0 chooses for all. A logger may be
-    on some ranks only: the same one elsewhere has the same place among those of its class.
+    on some ranks only: the same one elsewhere has the same place among the loggers of its class.
 
     Raises:
         ConfigError: two would write the same files.
     """
     goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
-    folders: dict[tuple[str, int], LoggerFolder] = {}
-    of_class: Counter[str] = Counter()
-    for logger in run.loggers:
-        name = type(logger).__qualname__
-        of_class[name] += 1
-        if logger.place is not None:
-            folders[name, of_class[name]] = logger.place
-            logger.place.goes_on = goes_on
-    twice: list[str] = []
-    if run.strategy.processes.is_global_zero:
-        twice = _begin_folders(run, folders)
-    numbers = {key: folder.number for key, folder in folders.items()}
+    folders = {name: logger.place for name, logger in named(run.loggers) if logger.place is not None}
+    for folder in folders.values():
+        folder.goes_on = goes_on
+    twice = _begin_folders(run, folders) if run.strategy.processes.is_global_zero else None
+    numbers = {name: folder.number for name, folder in folders.items()}
     numbers, twice = run.strategy.processes.broadcast_object((numbers, twice))
-    for kind in twice:
-        raise ConfigError(f"two {kind}s would write the same files: give each a separate folder, {kind}(save_dir=...).")
-    for key, folder in () if goes_on else folders.items():
-        folder.number, folder.chosen = numbers.get(key), True
+    if twice is not None:
+        raise ConfigError(f"two loggers would write the same files: give {twice} a separate folder (save_dir=...).")
+    if not goes_on:
+        for name, folder in folders.items():
+            folder.number, folder.chosen = numbers.get(name), True
 
 
-def _begin_folders(run: Run, folders: Mapping[tuple[str, int], LoggerFolder]) -> list[str]:
-    """Let loggers choose folders without files; return the classes of loggers of which two have the same one."""
-    places: dict[tuple[str, str], str] = {}
-    twice = []
-    for (kind, _), folder in folders.items():
-        if not folder.goes_on and folder.depends_on_files and (run.stage == "fit" or not folder.chosen):
+def _begin_folders(run: Run, folders: Mapping[str, LoggerFolder]) -> str | None:
+    """Let loggers choose folders without files; return the name of a logger that has another one's folder."""
+    places = set()
+    for name, folder in folders.items():
+        if not folder.goes_on and (run.stage == "fit" or not folder.chosen):
             folder.begin(run.session.run_dir)
         place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
-        twice += [kind] if place in places else []
-        places[place] = kind
-    return twice
+        if place in places:
+            return name
+        places.add(place)
+    return None
 
 
 def note_end(run: Run) -> None:
@@ -357,7 +347,7 @@ def _remove_if_empty(run_dir: Path, process: int) -> None:
 
 
 def _delete_leftovers(run_dir: Path) -> None:
-    """Delete what a killed run left of its first checkpoint: no run goes on there, so no other would delete it."""
+    """Delete the remains of a killed run's first checkpoint: no run continues there, so no other would delete them."""
     folder = run_dir / CHECKPOINTS
     with suppress(CheckpointError, OSError):
         if not folder.is_symlink():
@@ -371,9 +361,8 @@ def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
     """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
-    named = saved_run_dir(checkpoint) or ""
     try:
-        path = _absolute(named, settings)
+        path = _absolute(saved_run_dir(checkpoint), settings)
         inside = path.parent.resolve() == settings.root.resolve()
         return path if inside and path in versions(path.parent) and path.is_dir() else None
     except (OSError, ValueError):  # no path of this machine
@@ -417,8 +406,6 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         holder = lock.acquire()
-    except FileExistsError:
-        return None  # a file; ModelCheckpoint says so
     except OSError as error:
         return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
     if holder is None:
@@ -426,12 +413,11 @@ def _lock(folder: Path, locks: ExitStack, last: str) -> str | None:
         return None
     return (
         f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
-        "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
-        f"{last} out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
+        f"checkpoints. Wait for it, or write elsewhere: leave {last} out, or give another default_root_dir or dirpath."
     )
 
 
-def saved_run_dir(checkpoint: StoragePath) -> str | None:
-    """Return the run directory of the run that wrote a checkpoint; None if the checkpoint does not say it."""
-    named = read_metadata(checkpoint).get("run_dir")
-    return named if isinstance(named, str) else None
+def saved_run_dir(checkpoint: StoragePath) -> str:
+    """Return the run directory of the run that wrote a checkpoint; empty if the checkpoint does not name it."""
+    run_dir = read_metadata(checkpoint).get("run_dir")
+    return run_dir if isinstance(run_dir, str) else ""

@@ -1,6 +1,6 @@
 """Text and tables on a terminal, in its width: numbers and names are not cut, columns are left out.
 
-rich was tried: a table of its cuts numbers where there is no room (`0.1…` of 0.123456), and rich is not always there.
+rich was tried: its tables cut numbers in narrow terminals (`0.1…` of 0.123456), and rich is not always installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, TextIO
 
 from trainer.callback import Callback
@@ -21,7 +22,7 @@ LEAST_NAME = 12
 
 
 def columns_of(stream: Any) -> int | None:
-    """Return the width of a terminal in characters, of one that does not know it `COLUMNS`; else None."""
+    """Return the width of a terminal in characters, or `COLUMNS` if the terminal does not know it; else None."""
     try:
         if not stream.isatty():
             return None
@@ -63,7 +64,7 @@ class FittedTable(NamedTuple):
     """The part of a table for which there is room."""
 
     rows: list[list[str]]
-    """A first cell that is too long goes on in further rows."""
+    """A first cell that is too long continues in further rows."""
     kept: list[int]
     """The numbers of the columns in `rows`."""
     left_out: list[str]
@@ -84,18 +85,19 @@ def fitted(
         beside: characters of each line beside the cells and the gaps between them.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    kept, waiting = list(range(len(widths))), list(first_to_go)
-
-    def room() -> int:
-        """Return the room for the first column."""
-        return (columns or sys.maxsize) - beside - sum(widths[number] + GAP for number in kept[1:])
-
-    while waiting and room() < widths[0]:
-        kept.remove(waiting.pop(0))
+    kept = list(range(len(widths)))
+    missing = sum(widths) + GAP * (len(widths) - 1) + beside - (columns or sys.maxsize)
+    left_out = []
+    for number in first_to_go:
+        if missing > 0:
+            kept.remove(number)
+            left_out.append(number)
+            missing -= widths[number] + GAP
     cells = [[row[number] for number in kept] for row in rows]
-    if room() < widths[0]:
-        cells = [part for row in cells for part in _folded(row, max(room(), LEAST_NAME))]
-    return FittedTable(cells, kept, [rows[0][number] for number in range(len(widths)) if number not in kept])
+    if missing > 0:
+        room = max(widths[0] - missing, LEAST_NAME)
+        cells = [*chain.from_iterable(_folded(row, room) for row in cells)]
+    return FittedTable(cells, kept, [rows[0][number] for number in sorted(left_out)])
 
 
 def _folded(row: list[str], room: int) -> list[list[str]]:
@@ -111,8 +113,8 @@ def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = N
         return
     stream = sys.stdout if file is None else file
     if stream is not None:
-        # Not `print`: Ray Train replaces it in its workers, by one that also logs, and all would be read twice.
-        with suppress(OSError):  # a training goes on where its output cannot be written
+        # Not `print`: Ray Train replaces it in its workers by one that also logs, so each text would be there twice.
+        with suppress(OSError):  # a training continues where its output cannot be written
             stream.write(text)
             if flush:
                 stream.flush()

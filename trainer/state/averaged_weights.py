@@ -1,4 +1,4 @@
-"""Averages of a run's weights, by a callback or by the optimizer, sharded as the strategy shards the weights."""
+"""Average a run's weights, by a callback or by the optimizer, sharded as the strategy shards the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.guards.trainable_parameters import optimized_parameters
 from trainer.optimizers import with_modes
 from trainer.runs.compare_ranks import compare
+from trainer.state.no_trace import own_part
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
-"""Changes averages, given with the weights of now and the number of updates so far."""
+"""Changes averages, given with the current weights and the number of updates so far."""
 
 TensorOrShard = torch.Tensor | Shard
 
@@ -35,18 +36,18 @@ class _Places:
     differ: bool = False
     """Some weights have another device or dtype than their averages."""
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """The averages of what is copied, such as integers, with their values."""
+    """The averages that are copies, such as integers, with the values to copy."""
 
 
 class AveragedWeights:
-    """Averages of the parameters that train, and of buffers; of a sharded one each process averages its own shard.
+    """Averages of the parameters that train, and of buffers. Each process averages its own shards.
 
     Averages of weights in 16 bits are float32: a small part of a change would be rounded away.
 
     Args:
         strategy: of the run.
         use_buffers: average floating buffers, too.
-        device: the device of the averages; None: that of the weights.
+        device: the device of the averages; None: the weights' device.
     """
 
     def __init__(self, strategy: Strategy, use_buffers: bool, device: torch.device | None) -> None:
@@ -64,7 +65,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, change: Update) -> None:
-        """Take the weights of now into the averages; the first time they are the averages."""
+        """Update the averages with the current weights (the first call copies them)."""
         if self._places is None:
             self._places = self._find_places()
         averages, now = self._places.averages, self._places.weights
@@ -80,8 +81,8 @@ class AveragedWeights:
 
     @torch.no_grad()
     def begin_unfrozen(self) -> None:
-        """Begin the averages of parameters that train from the next step on with the values that they have now."""
-        # Without places the run has gone to a checkpoint, and what trains now may not have trained before it.
+        """Begin the averages of parameters that train from the next step on, with their current values."""
+        # Without places the run has gone to a checkpoint, and parameters that train now may not have trained before.
         if self.count and (self._places is None or any(parameter.requires_grad for parameter in self._frozen)):
             self._places = self._find_places()
 
@@ -114,13 +115,13 @@ class AveragedWeights:
         return any(name in self._averages for name, _ in self._strategy.module.named_buffers())
 
     def forget_buffers(self) -> None:
-        """Forget the values of buffers, before averages change to which they belong."""
+        """Forget the values of buffers, before the averages that they belong to change."""
         for name, _ in self._strategy.module.named_buffers():
             self._averages.pop(name, None)
         self.forget_places()
 
     def forget_places(self) -> None:
-        """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
+        """Look up the weights again before the next update: parameters may have been replaced or unfrozen."""
         self._places = None
 
     def _average_of(self, name: str, entry: TensorOrShard) -> torch.Tensor:
@@ -132,7 +133,7 @@ class AveragedWeights:
         return self._averages[name]
 
     def _entries(self, stored: Collection[str] = ()) -> dict[str, TensorOrShard]:
-        """Return the weights to average by name, tied ones once, in the memory that the optimizer changes.
+        """Return the weights to average by name, tied weights once, in the memory that the optimizer changes.
 
         Args:
             stored: names in a checkpoint: buffers among them belong to the averages, and weights that do not train yet.
@@ -146,11 +147,6 @@ class AveragedWeights:
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    @property
-    def swapped_in(self) -> bool:
-        """Whether the module has the averages in place of the weights of the training."""
-        return self._trained is not None
-
     @torch.no_grad()
     def swap_in(self) -> None:
         """Put the averages into the module, if there are any. Collective.
@@ -159,7 +155,7 @@ class AveragedWeights:
             ConfigError: the processes have averaged differently.
         """
         self._check_equal()
-        if self.count == 0 or self.swapped_in:
+        if self.count == 0 or self._trained is not None:
             return
         self._synchronize_buffers()
         entries = self._entries()
@@ -179,14 +175,15 @@ class AveragedWeights:
 
     def _check_equal(self) -> None:
         """Check that all processes have averaged as often and, where each has all weights, with the same result."""
-        facts: list[tuple[str, object]] = [("updates of the averages", self.count)]
-        if not self._strategy.shards_state and self._strategy.processes.world_size > 1:
-            names = [name for name, _ in self._strategy.module.named_parameters() if name in self._averages]
-            sums = [_sum_of_bits(self._averages[name]) for name in names]
-            values = torch.stack(sums).tolist() if sums else []
-            facts += [(f"bits of the average of {name}", value) for name, value in zip(names, values, strict=True)]
+        if self._strategy.processes.world_size == 1:
+            return
+        facts: dict[str, object] = {"updates of the averages": self.count}
+        names = [name for name, _ in self._strategy.module.named_parameters() if name in self._averages]
+        if names and not self._strategy.shards_state:
+            sums = torch.stack([_sum_of_bits(self._averages[name]) for name in names])
+            facts |= zip([f"bits of the average of {name}" for name in names], sums.tolist(), strict=True)
         fix = "Average alike on all processes: avg_fn, multi_avg_fn and should_update may not depend on the rank."
-        compare(self._strategy.processes, iter(facts), fix)
+        compare(self._strategy.processes, facts.items(), fix)
 
     def _synchronize_buffers(self) -> None:
         """Give all processes the averages of reader 0's buffers, which differ as the buffers themselves do."""
@@ -205,10 +202,8 @@ class AveragedWeights:
         if self.count == 0:
             return
         self._synchronize_buffers()
-        trained = self._trained or {}
-        module = self._strategy.module
-        checkpoint["average"] = _under_all_names(module, self.entries())
-        checkpoint["model"].update(_under_all_names(module, trained))
+        checkpoint["average"] = _under_all_names(self._strategy.module, self.entries())
+        checkpoint["model"].update(_under_all_names(self._strategy.module, self._trained or {}))
 
     def entries(self) -> dict[str, TensorOrShard]:
         """Return the averages by name, of tied weights once; none before the first update."""
@@ -217,7 +212,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load(self, stored: Mapping[str, Loadable], count: int) -> None:
-        """Restore averages that a run with any strategy has saved, of which this process reads its shards.
+        """Restore averages that a run with any strategy has saved; each process reads its shards.
 
         Averages that are not stored begin again.
         """
@@ -238,10 +233,10 @@ class AveragedWeights:
             self._load_copy(name, entry, stored[name])
 
     def _load_copy(self, name: str, entry: Shard, stored: Loadable) -> None:
-        """Restore the average of a weight of which this process holds a copy: through the weight itself.
+        """Restore the average of a weight that is a copy of another process's shard: through the weight itself.
 
-        Which elements the copy has is known to the process that writes them. A weight in 16 bits takes a float32
-        average in three parts, each of the bits that the one before has rounded off.
+        Only the process that writes the elements knows which ones the copy has. A weight in 16 bits takes a float32
+        average in three parts, each with the bits that the part before has rounded off.
         """
         average, before = self._averages[name], entry.local.clone()
         if entry.local.dtype == average.dtype:
@@ -261,8 +256,8 @@ class AveragedWeights:
 class OptimizerAverages:
     """The weights for evaluation of optimizers with `train()` and `eval()`, such as schedule-free ones.
 
-    `eval()` puts them into the module. `train()` computes the weights of the training from them, but for the last bits:
-    so these are put back from a copy, and so is what `eval()` changes of the optimizers' states.
+    `eval()` puts them into the module. `train()` computes the weights of the training from them, but not the last bits.
+    So these weights are put back from a copy, and so are the optimizers' states that `eval()` has changed.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -270,9 +265,9 @@ class OptimizerAverages:
         self._optimizers: list[Any] = []
         self._all: list[Optimizer] = []
         self._trained: dict[str, TensorOrShard] | None = None
-        """The weights of the training while those for evaluation are in their place."""
+        """The weights of the training while the weights for evaluation are in their place."""
         self._states: dict[Any, torch.Tensor] = {}
-        """The tensors of the optimizers' states that `eval()` has changed, as they were."""
+        """The tensors of the optimizers' states that `eval()` has changed, before the change."""
 
     def begin(self, optimizers: list[Optimizer]) -> None:
         """Put new optimizers into train mode: a checkpoint that is loaded afterwards was written in it."""
@@ -316,11 +311,11 @@ class OptimizerAverages:
             _write(self._strategy, trained)
 
     def _tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield the tensors in the optimizers' states by their places; of a sharded one this process's part."""
+        """Yield the tensors in the optimizers' states by their places; of a sharded tensor this process's part."""
         states = [one.state_dict() for one in dict.fromkeys([*self._all, *self._optimizers])]
         for path, leaf in tree_leaves_with_path(states):
             if isinstance(leaf, torch.Tensor):
-                yield path, leaf.to_local() if hasattr(leaf, "to_local") else leaf
+                yield path, own_part(leaf)
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
@@ -336,7 +331,7 @@ class OptimizerAverages:
 
     @contextmanager
     def trained(self) -> Iterator[dict[str, TensorOrShard]]:
-        """Have the weights of the training in the module within the block, which gets copies of those for evaluation.
+        """Have the weights of the training in the module within the block; yield copies of the weights for evaluation.
 
         The copies are in host memory, under all names of tied weights.
         """
@@ -354,7 +349,7 @@ class OptimizerAverages:
                 self.swap_in()
 
     def _entries(self) -> dict[str, TensorOrShard]:
-        """Return what the optimizers train, by name, in the memory that they change."""
+        """Return the parameters that the optimizers train, by name, in the memory that they change."""
         state, named = self._strategy.module_state(), self._strategy.module.named_parameters()
         trained = optimized_parameters(self._all)  # hooks add groups
         return {name: state[name] for name, parameter in named if id(parameter) in trained}
@@ -416,7 +411,7 @@ def from_multi_avg_fn(
 
 
 def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
-    """Return a sum that does not depend on the order of additions, as one of floats would."""
+    """Return a sum that does not depend on the order of additions, as a sum of floats would."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
     return value.contiguous().view(integers[value.element_size()]).sum(dtype=torch.int64)
 

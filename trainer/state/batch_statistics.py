@@ -1,4 +1,4 @@
-"""Compute the running statistics of BatchNorms again, for other weights than those they were collected with."""
+"""Compute the running statistics of BatchNorms again, for other weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("trainer")
 def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
     """Return the running means and variances by name, as means over the batches of an epoch and over all readers.
 
-    The module, the place in the data and the random numbers stay as they are. Collective.
+    The module, the place in the data and the random numbers stay unchanged. Collective.
     """
     module, strategy, loader = run.module, run.strategy, run.train_loader
     assert loader is not None
@@ -31,7 +31,7 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
         if isinstance(one, _BatchNorm) and one.track_running_stats and one.running_mean is not None
     }
     if loader.one_shot:
-        log.warning("the data can be read only once, so the statistics of BatchNorms stay those of the training")
+        log.warning("the data can be read only once, so BatchNorms keep the statistics of the training")
         return {}
     run.clock.watchdog.expect_slow_work()
     found: dict[str, torch.Tensor] = {}

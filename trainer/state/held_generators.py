@@ -1,4 +1,4 @@
-"""held_generators: save and restore the random generators of a program: the global ones, and those of its objects."""
+"""held_generators: save and restore a program's random generators: the global ones, and the ones in its objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("trainer")
 
 
 def parts_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the modules and optimizers, and those in them, by name, as owners for the functions below."""
+    """Return the modules and optimizers, with the ones inside them, by name, as owners for the functions below."""
     parts: dict[str, Any] = {
         f"{name} {path}".rstrip(): part for name, one in modules.items() for path, part in one.named_modules()
     }
@@ -61,9 +61,8 @@ def _is_of_loader(value: Any) -> bool:
 def _report_iterators(names: tuple[str, ...]) -> None:
     if names:
         log.warning(
-            "checkpoints do not have the place of an iterator over a loader that the program itself holds, which a "
-            "resumed run begins again: %s. Give the loader to the trainer, as one of several (a dict, a list, or a "
-            "trainer.utilities.CombinedLoader); with an Engine, to engine.setup_dataloaders.",
+            "checkpoints do not have the place of an iterator over a loader that the program holds, which a resumed "
+            "run begins again: %s. Give the loader to the trainer, or to engine.setup_dataloaders.",
             printable(first_of(names)),
         )
 
@@ -90,11 +89,11 @@ def with_generators(saved: Any, current: Any) -> Any:
 def isolated_with(
     owners: Mapping[str, Any], others: Sequence[OwnGenerator], device: torch.device, keeps_new: bool = False
 ) -> Iterator[None]:
-    """Restore the states of the global generators, of those that the owners hold, and of others, on exit.
+    """Restore the states of the global generators, of the owners' generators, and of others, on exit.
 
     Args:
-        keeps_new: generators that are made meanwhile stay. Else they are taken from the objects that were there before,
-            which make them again, from the start.
+        keeps_new: generators that are made in the block stay. Otherwise they are taken from the objects that were there
+            before, which make them again, from the start.
     """
     contents: dict[int, dict[Any, Any]] = {}
     own = {id(one): one for held in named_generators(owners, contents).values() for one in held.values()}
@@ -108,10 +107,10 @@ def isolated_with(
 
 
 class Generators:
-    """The random generators of a run: the global ones, and those that the user's objects hold.
+    """The random generators of a run: the global ones, and the ones in the user's objects.
 
     Args:
-        owners: returns the objects of the user's that may hold generators, by name.
+        owners: returns the user's objects that may hold generators, by name.
         strategy: of the run.
     """
 
@@ -120,7 +119,7 @@ class Generators:
     of_epoch: dict[str, Any] | None = None
     """The states before the first hook of the epoch in progress, where users have one: see `repeating`."""
     of_loaders: dict[str, Any] | None = None
-    """The states before the loaders were made anew; None: before the first ones, which need no state."""
+    """The states before the loaders were made again; None: for the first loaders, which need no state."""
     epoch_of_loaders = 0
     """The epoch for which the loaders were made."""
 
@@ -131,8 +130,7 @@ class Generators:
         """Return the states of all generators as data.
 
         Args:
-            saves: they are for a checkpoint, which does not have the places of iterators that the owners hold: say so
-                once.
+            saves: they are for a checkpoint, which lacks the places of iterators that the owners hold: warn once.
         """
         contents: dict[int, dict[Any, Any]] = {}
         own = {
@@ -140,19 +138,20 @@ class Generators:
             for owner, held in named_generators(self._owners(), contents).items()
         }
         if saves:
-            within = [pair for inside in contents.values() for pair in inside.items()]
-            iterators = [(name, one) for name, one in within if isinstance(one, Iterator)]
-            # A loader that has one for its persistent workers begins again by it in each epoch.
-            _report_iterators(
-                tuple(str(name) for name, one in iterators if name != "_iterator" and _reads_a_loader(one))
-            )
+            names = []
+            for inside in contents.values():
+                for name, one in inside.items():
+                    # A loader with persistent workers has an iterator, `_iterator`, that begins again in each epoch.
+                    if isinstance(one, Iterator) and name != "_iterator" and _reads_a_loader(one):
+                        names.append(str(name))
+            _report_iterators(tuple(names))
         return {**rng_state(self._strategy.device), "own": own}
 
     def set_state(self, state: dict[str, Any]) -> list[str]:
-        """Restore what `state` returned; a generator that an owner does not have yet is made.
+        """Restore a result of `state`; a generator that an owner does not have yet is made.
 
         Returns:
-            the names of generators that are not there, or are of another kind.
+            the names of generators that are missing, or are of another kind.
         """
         set_rng_state(state, self._strategy.device)
         owners = self._owners()
@@ -169,7 +168,7 @@ class Generators:
         ]
 
     def isolated(self, others: Sequence[OwnGenerator] = (), keeps_new: bool = False) -> AbstractContextManager[None]:
-        """Restore the states of all these generators, and of others, on exit, and take back those made meanwhile."""
+        """Restore the states of all these generators, and of others, on exit; see `isolated_with`."""
         return isolated_with(self._owners(), others, self._strategy.device, keeps_new)
 
     def share(self) -> None:
@@ -202,11 +201,11 @@ class Generators:
         self.of_loaders = self.state()
 
     def draw_loaders_from(self, state: dict[str, Any] | None) -> None:
-        """Make the loaders of a resumed run with the random numbers with which they were made before."""
+        """Make the loaders of a resumed run with the same random numbers as before."""
         self.of_loaders = state
         if state is not None:
             self.set_state(state)
 
     def state_of_epoch(self) -> dict[str, Any]:
-        """Return the states with which the epoch's loaders and its first hook are called again."""
+        """Return the states for calling the epoch's loaders and its first hook again."""
         return {"epoch": self.epoch_of_loaders, "loaders": self.of_loaders or {}, "hook": self.of_epoch or {}}

@@ -1,4 +1,4 @@
-"""Keep in checkpoints what hooks change beside numbers: frozen parameters, modes, plain values of the module."""
+"""Keep changes by hooks in checkpoints: frozen parameters, modes, plain values of the module, groups of optimizers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger("trainer")
 
 PLAIN = (bool, int, float, str, None)
 KIND = {"values": {str: {"made?": PLAIN, "began?": PLAIN, "now?": PLAIN}}, "groups": [int], "names?": {str: [[str]]}}
-"""The value of `HookChanges.state_dict`; a value that an attribute did not have is missing. Of each optimizer as the
-run began "groups" has the number of groups, "names", by its number, the names in them if they have changed."""
+"""The value of `HookChanges.state_dict`; a value that an attribute did not have is missing. "groups" has the number of
+each optimizer's groups as the run began; "names", by the optimizer's number, the names in them if they have changed."""
 
 _NOT_OF_USERS = ("_", "ds_grads_remaining", "ds_id", "ds_model_", "ds_recompute_", "applied_pre_backward_ref_cnt")
 """Beginnings of names that are private, or that DeepSpeed gives to attributes of modules."""
@@ -38,11 +38,11 @@ _OF_TORCHS_OPTIMIZERS = (
 _LARGEST, _LONGEST = 2**53, 4096
 _ABSENT = object()
 _NOT_PLAIN = object()
-"""The value of an attribute that a checkpoint does not keep, because it is no number, text, truth value or None."""
+"""The value of an attribute that a checkpoint does not keep: it is not a number, text, truth value or None."""
 
 
 _USED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = WeakKeyDictionary()
-"""The values of modules that earlier runs of this process had: as the first of them was made, as the last one ended."""
+"""The values of modules in earlier runs of this process: as the first run was made, and as the last one ended."""
 
 
 def as_made(module: TrainModule) -> None:
@@ -67,11 +67,11 @@ def _groups_of(optimizers: list[Optimizer]) -> list[_Groups]:
 class HookChanges:
     """Follows what a run changes of its module and optimizers, besides weights and states.
 
-    A resumed program is run up to `begin` as any other, which may freeze parameters and set values anew; then what the
-    former run had changed since its own `begin` is put back.
+    A resumed program runs up to `begin` like any other, and may freeze parameters and set values again. Then the
+    changes of the former run since its own `begin` are put back.
 
     Args:
-        module: as it is before a checkpoint is restored.
+        module: before a checkpoint is restored.
         others: objects with one attribute that belongs to the state, by names such as "trainer.window".
     """
 
@@ -105,10 +105,10 @@ class HookChanges:
     def _read(self) -> dict[str, Any]:
         others = {name: getattr(one, name.rpartition(".")[2]) for name, one in self._others.items()}
         for path, part in self._parts.items():
-            of_users = not type(part).__module__.startswith(("torch.", "deepspeed."))
-            names = [name for name in vars(part) if name[0] != "_" or (of_users and name not in _OF_TORCHS_OPTIMIZERS)]
-            own = {name: _plain(vars(part)[name]) for name in names}
-            others |= {f"{path}.{name}": value for name, value in own.items() if value is not _NOT_PLAIN}
+            hides_private = type(part).__module__.startswith(("torch.", "deepspeed."))
+            for name, value in vars(part).items():
+                if name[0] != "_" or not (hides_private or name in _OF_TORCHS_OPTIMIZERS):
+                    others[f"{path}.{name}"] = _plain(value)
         return _values_of(self._module) | others
 
     def _write(self, values: Mapping[str, Any]) -> None:
@@ -118,30 +118,28 @@ class HookChanges:
     def end(self) -> None:
         """Remember the values for `as_made`, at the end of the run."""
         made, ended = _USED.get(self._module, ({}, {}))
-        first = {n: made[n] if n in made and _same(v, ended.get(n, _ABSENT)) else v for n, v in self._made.items()}
-        _USED[self._module] = first, _values_of(self._module)
+        unchanged = {name for name, value in self._made.items() if _same(value, ended.get(name, _ABSENT))}
+        first = {name: made[name] for name in made.keys() & unchanged}
+        _USED[self._module] = {**self._made, **first}, _values_of(self._module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has changed: each with its value as made, as the run began, and now."""
-        if self._saved is not None:  # that of the checkpoint still stands
+        if self._saved is not None:  # the checkpoint's state is still valid
             return self._saved
         self._report_new_names()
         now = self._read()
-        moments = {"made": self._made, "began": self._began or now, "now": now}
-        changed = []
-        for name in {**moments["made"], **moments["began"], **now}:
-            made, began, value = [values.get(name, _ABSENT) for values in moments.values()]
-            if value is not _NOT_PLAIN and not (_same(value, made) and _same(value, began)):
-                changed.append(name)
-        entries = {
-            name: {moment: values[name] for moment, values in moments.items() if _is_plain(values.get(name, _ABSENT))}
-            for name in changed
-        }
+        made, began = self._made, self._began or now
+        entries = {}
+        for name in {**made, **began, **now}:
+            values = {"made": made.get(name, _ABSENT), "began": began.get(name, _ABSENT), "now": now.get(name, _ABSENT)}
+            value = values["now"]
+            if value is not _NOT_PLAIN and not (_same(value, values["made"]) and _same(value, values["began"])):
+                entries[name] = {moment: one for moment, one in values.items() if _is_plain(one)}
         names = {str(number): self._groups[number] for number in self._regrouped_now()}
         return {"values": entries, "groups": [len(one) for one in self._groups], "names": names}
 
     def _report_new_names(self) -> None:
-        """Say once what a program that starts again would not have."""
+        """Warn once of parameters and buffers that a program which starts again would not have."""
         new = _saved_names(self._module) - self._names_made
         self._names_made |= new
         if new:
@@ -163,7 +161,7 @@ class HookChanges:
         self._write(target)
 
     def begin(self) -> None:
-        """Note how the run begins, after its first hooks, and put back what a former run has changed since then."""
+        """Note how the run begins, after its first hooks, and put back the changes of a former run since then."""
         for optimizer in self._optimizers:
             vars(optimizer).pop("add_param_group", None)
         for optimizer, before in self._regrouped:  # which the first hooks may have changed a second time
@@ -177,7 +175,7 @@ class HookChanges:
             self._put_back(saved["values"], self._began, "began")
 
     def put_back_now(self, state: dict[str, Any], flags: bool = True) -> None:
-        """Put back what has changed since the module was made, where there are no first hooks.
+        """Put back all changes since the module was made, where there are no first hooks.
 
         `flags`: False for a module that is to be evaluated, whose modes and parameters' flags do not matter.
         """
@@ -186,7 +184,7 @@ class HookChanges:
         self._put_back(entries, self._read(), "made")
 
     def _put_back(self, entries: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], moment: str) -> None:
-        """Set each changed value, unless this program has another one at the same moment than the former run had."""
+        """Set each changed value, unless this program and the former run differ at the moment before the change."""
         to_set, other = {}, []
         for name, entry in entries.items():
             before, now, value = entry.get(moment, _ABSENT), entry.get("now", _ABSENT), here.get(name, _ABSENT)
@@ -199,14 +197,14 @@ class HookChanges:
         self._write(to_set)
         if other:
             log.warning(
-                "hooks of the former run have changed values with which this program begins otherwise: the program's "
-                "are kept: %s",
+                "hooks of the former run have changed values that are different at the start of this program: the "
+                "program's values are kept: %s",
                 printable(first_of(other)),
             )
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Undo in the end what a hook changes that is called a second time, whose changes are there already."""
+        """Undo at the end the changes of a hook that is called a second time: they are there already."""
         restore = self.kept()
         groups = _groups_of(self._optimizers)
         for optimizer in self._optimizers:
@@ -227,7 +225,7 @@ class HookChanges:
         return partial(self._write_back, self._read(), set(dict(self._module.named_modules())))
 
     def _write_back(self, before: Mapping[str, Any], parts: Collection[str]) -> None:
-        """Set all values as they were before; parts of the module that are new by then stay, with their values."""
+        """Set all values of `before`; parts of the module that are new since then stay, with their values."""
         now = self._read()
         new = [name for name in now if name not in before and name.rpartition(".")[0] in parts]
         target = {**dict.fromkeys(new, _ABSENT), **before}
@@ -235,7 +233,7 @@ class HookChanges:
         self._write({name: one for name, one in target.items() if not _same(now.get(name, _ABSENT), one)})
 
     def restore_groups(self, number: int, state: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        """Give an optimizer the groups with which its state was saved, if it had those of this run before hooks.
+        """Give an optimizer the groups of its saved state, if both runs had the same groups before hooks.
 
         Args:
             number: of the optimizer.
@@ -247,7 +245,7 @@ class HookChanges:
         began = changes.get("names", {}).get(str(number), unchanged)
         other = self._began is None and sorted(map(sorted, began)) != sorted(map(sorted, own))
         now = self._names(optimizer)
-        # Groups of another program are refused; those of DeepSpeed are flat, and stage 3 leaves them empty.
+        # Groups of another program are refused; DeepSpeed's groups are flat, and stage 3 leaves them empty.
         if other or all(name == "" for names in now for name in names):
             return
         if sorted(sorted(group["params"]) for group in saved) != sorted(map(sorted, now)):

@@ -1,4 +1,4 @@
-"""Leaving: a validation inside `fit` ends where a signal stops the run, and leaves nothing behind."""
+"""Leaving: end a validation inside `fit` where a signal stops the run, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
 from trainer.precision import is_quantized
-from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
+from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states, own_part
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -22,7 +22,7 @@ _MOST = 2**28
 
 
 class Staying:
-    """An evaluation that goes on to its end."""
+    """An evaluation that continues to its end."""
 
     left = False
     """True after the evaluation has been left."""
@@ -36,15 +36,15 @@ class Staying:
 
 
 class Leaving(Staying):
-    """Ends a validation after the batch at which a signal or a deadline stops the run.
+    """Ends a validation after the batch when a signal or a deadline stops the run.
 
     The step before it is complete: its checkpoint is written at once, and the resumed run validates again, from the
-    first batch. What a checkpoint has is then as it was before the validation: what `keep_states` keeps, logged values,
-    buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
+    first batch. Everything that a checkpoint has is then as before the validation: the states of `keep_states`, logged
+    values, buffers and random numbers. Its last hooks are not called: they would judge a part of the samples.
 
-    A validation is not left while weights, frozen ones too, are others than before, as by the user's own averages or
-    merged adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in
-    any case. Nor is one that changes a tensor in place of which there is no copy: a large one.
+    A validation is not left while weights, frozen ones too, differ from before, as by the user's own averages or merged
+    adapters: its last hooks have to put them back. Callbacks with `swaps_weights` save the trained weights in any case.
+    A validation that changes a large tensor in place, without a copy, is not left either.
     """
 
     def __init__(self, run: Run) -> None:
@@ -61,7 +61,7 @@ class Leaving(Staying):
         self._weights = self._few_weights()
 
     def begin(self) -> None:
-        """Take the weights that callbacks swap in as those from before, after the first hooks."""
+        """Compare later with the weights that callbacks swap in, after the first hooks."""
         if any(callback.swaps_weights for callback in self.run.callbacks):
             self._weights = self._few_weights()
 
@@ -70,15 +70,15 @@ class Leaving(Staying):
         processes = self.run.strategy.processes
         if even:
             self.run.strategy.release_gathered()
-        pairs = zip(self._weights, now := self._few_weights(), strict=False)
-        changed = len(self._weights) != len(now) or not all(torch.equal(*pair) for pair in pairs)
+        now = self._few_weights()
+        changed = len(self._weights) != len(now) or not all(map(torch.equal, self._weights, now))
         changed |= any(one.tensor._version != one.version for one in self._uncopied)
-        return any(processes.all_gather_object(changed)) if even and processes.world_size > 1 else changed
+        return any(processes.all_gather_object(changed)) if even else changed
 
     def until_stopped(self, batches: Iterator[Batch], loader: BatchLoader, max_batches: int | None) -> Iterator[Batch]:
         """Yield the batches of a loader, on all processes equally many if possible, until the run is stopped.
 
-        Where each process has a number of its own, each one stops by itself, and they meet at the end. Collective.
+        Where processes have different numbers, each one stops separately, and they meet at the end. Collective.
         """
         processes, number = self.run.strategy.processes, 0
         even = self.run.strategy.collective_forward or loader.samples_per_epoch is not None
@@ -92,7 +92,7 @@ class Leaving(Staying):
         while number < longest and not self.left:
             number += 1
             self._stops(even)
-        if not even and processes.world_size > 1:
+        if not even:
             self.left = any(processes.all_gather_object(self.left))
 
     def _stops(self, even: bool) -> bool:
@@ -104,12 +104,12 @@ class Leaving(Staying):
         return self.left
 
     def restore(self) -> None:
-        """Put back what the validation has changed that was left."""
+        """Undo the changes of a validation that was left."""
         for restore in self._restore:
             restore()
         self.run.generators.set_state(self._rng)
 
     def _few_weights(self) -> list[torch.Tensor]:
         """Return copies of a few values of each weight, or of this process's part of it, without a synchronization."""
-        local = [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in self.run.module.parameters()]
+        local = [own_part(parameter).detach() for parameter in self.run.module.parameters()]
         return [p.flatten()[:: max(1, p.numel() // _FEW)].clone() for p in local if is_dense(p) and not is_quantized(p)]

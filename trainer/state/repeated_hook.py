@@ -1,4 +1,4 @@
-"""repeating: call the first hook of an epoch once more, in a resumed epoch, without what it changes of the state."""
+"""repeating: call the first hook of an epoch again in a resumed epoch, without its changes of the state."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.metrics.state import kept_torchmetrics
 from trainer.runs.hook_checks import users_callbacks
+from trainer.state.no_trace import own_part
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
 
 
 def begins_epochs(run: Run) -> bool:
-    """Whether the module or a callback of the user's does something as an epoch begins."""
+    """Whether the user's module or a user's callback does something as an epoch begins."""
     return bool(users_callbacks(run.callbacks, "on_train_epoch_start")) or run.module.overrides("on_train_epoch_start")
 
 
 @contextmanager
 def repeating(run: Run) -> Iterator[None]:
-    """Undo in the end what `on_train_epoch_start` changes of what a checkpoint holds, which has the changes already.
+    """Undo at the end the changes of `on_train_epoch_start` to the state of a checkpoint, which has them already.
 
-    The hook is called for what a checkpoint does not hold, such as lists that are made anew for each epoch. Collective.
+    The hook is called for objects that a checkpoint does not hold, such as lists that are made for each epoch.
+    Collective.
     """
     users = users_callbacks(run.callbacks, "on_train_epoch_start")
     mine = begins_epochs(run)
     if run.generators.to_restore is not None and run.generators.of_epoch is not None:
-        run.generators.set_state(run.generators.of_epoch)  # it draws what it drew in the run before
-    # Copies are made only where somebody's code could change something: they take as much host memory as the weights.
+        run.generators.set_state(run.generators.of_epoch)  # it draws the same numbers as in the run before
+    # Copies are made only where user code could change something: they take as much host memory as the weights.
     kept = _kept(run, users) if any(run.strategy.processes.all_gather_object(mine)) else []
     with run.hook_changes.repeating():
         yield
@@ -47,7 +49,7 @@ def repeating(run: Run) -> Iterator[None]:
 
 
 def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
-    """Return functions that put back what a checkpoint has of all parts of a run, and of these callbacks."""
+    """Return functions that put back the state, as in a checkpoint, of all parts of a run, and of these callbacks."""
     weights = {name: _on_host(entry) for name, entry in run.strategy.module_state().items()}
     restore: list[Callable[[], object]] = [partial(run.strategy.load_module_state, weights, hooks=False)]
     restore += [_kept_state(optimizer) for optimizer in run.optimizers]
@@ -64,7 +66,7 @@ def _kept(run: Run, users: list[Callback]) -> list[Callable[[], object]]:
             hooks.append((partial(one.on_save_checkpoint, *given), partial(one.on_load_checkpoint, *given)))
     for save, load in hooks:
         entries: dict[str, Any] = {}
-        with suppress(LookupError):  # of one that changes what others have put into a checkpoint
+        with suppress(LookupError):  # of a hook that changes entries which others have put into a checkpoint
             save(entries)
             restore.append(partial(load, deepcopy(entries)))
     return restore
@@ -78,8 +80,7 @@ def _on_host(entry: Any) -> Any:
 
 def _kept_state(optimizer: Optimizer) -> Callable[[], object]:
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in optimizer.state.items()}
-    tensors = [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [own_part(leaf) for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
     values = [_on_host(tensor) for tensor in local]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Gradients of a manual optimization that wait for a later step, in checkpoints."""
+"""Keep in checkpoints the gradients of a manual optimization that wait for a later step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def waiting_gradients(run: Run) -> list[dict[str, Any]]:
     if not (stored and manual.synced) and len(run.optimizers) == 1 and run.progress.step > 0:
         log.warning(
             "the checkpoint of step %d lacks gradients that wait for a later step: strategy %r does not show all of "
-            "them. A resume from it is not exact; one from a step in which the optimizer steps is.",
+            "them. An exact resume needs a checkpoint of a step in which the optimizer steps.",
             run.progress.step,
             run.strategy.name,
         )
@@ -45,10 +45,10 @@ def gradients_of(strategy: Strategy, optimizer: Optimizer, wait: bool) -> dict[s
     """Return the gradients of an optimizer's parameters as its state, without any if none `wait`. Collective."""
     holder = _holder(optimizer)
     if wait:
-        strategy.scale_gradients(optimizer)  # a resumed run knows the loss scale of now alone
-    for parameter in parameters_of([optimizer]) if wait else ():
-        if parameter.grad is not None:
-            holder.state[parameter][_GRADIENT] = parameter.grad
+        strategy.scale_gradients(optimizer)  # a resumed run only knows the current loss scale
+        for parameter in parameters_of([optimizer]):
+            if parameter.grad is not None:
+                holder.state[parameter][_GRADIENT] = parameter.grad
     return strategy.optimizer_state(holder)
 
 
@@ -75,7 +75,7 @@ def _holder(optimizer: Optimizer) -> Optimizer:
 
 
 def _shows_gradients(strategy: Strategy, holder: Optimizer) -> bool:
-    """Whether the strategy saves what the state of an optimizer has, instead of that of an engine."""
+    """Whether the strategy saves the state of an optimizer, instead of an engine's state."""
     first = parameters_of([holder])[0]
     holder.state[first][_GRADIENT] = first.detach()
     shows = _holds_gradients(strategy.optimizer_state(holder))
