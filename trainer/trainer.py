@@ -30,12 +30,6 @@ from trainer.fault_tolerance.stop import exit_code
 from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
-from trainer.loop.accumulation import (
-    checked_loss,
-    even_window,
-    outputs_for_hooks,
-    without_items,
-)
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
@@ -43,6 +37,12 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
+from trainer.loop.step import (
+    checked_loss,
+    even_window,
+    outputs_for_hooks,
+    without_items,
+)
 from trainer.loop.training_state import rewind, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait

@@ -13,8 +13,8 @@ from trainer.data.micro_batches import bytes_of, slice_samples
 from trainer.data.sharded_loader import ShardedDataLoader
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import checked_loss
 from trainer.loop.run import Run
+from trainer.loop.step import checked_loss
 from trainer.metrics.metric_log import MetricScope
 from trainer.model.copies import deepcopy_with_functions
 from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import checked_loss, divided, outputs_for_hooks
 from trainer.loop.run import Run
+from trainer.loop.step import checked_loss, divided, outputs_for_hooks
 from trainer.optimizers import copy_gradients, needs_closure, parameters_of
 from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
