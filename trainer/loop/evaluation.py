@@ -65,7 +65,7 @@ def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> St
 
 def run_validation(run: Run) -> list[dict[str, float]]:
     """Run `Trainer.validate`; return the reductions by name, of each loader."""
-    return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, stage_hooks(run, "validation"), run.loaders.val, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> bool:
@@ -75,12 +75,18 @@ def validate_during_fit(run: Run) -> bool:
         False if a signal has stopped the run before the end: nothing was validated.
     """
     recording, updates = run.metrics.recording(run.metrics.hook_metrics), updates_of(run.metrics)
-    with run.during("validating"), recording, run.times.during(VALIDATION), run.optimizer_averages.evaluated():
+    with (
+        run.saves.delayed(),
+        run.activity.during("validating"),
+        recording,
+        run.times.during(VALIDATION),
+        run.optimizer_averages.evaluated(),
+    ):
         leaving = Leaving(run)
-        evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad(), leaving=leaving)
+        evaluate(run, stage_hooks(run, "validation"), run.loaders.val, torch.no_grad(), leaving=leaving)
         if leaving.left:
             leaving.restore()
-            run.drop_left_validation(leaving.logged)
+            run.saves.drop(leaving.logged)
     if not leaving.left:
         run.report_once(never_reset(run.metrics, updates))
     return not leaving.left
@@ -89,20 +95,20 @@ def validate_during_fit(run: Run) -> bool:
 def sanity_check(run: Run) -> None:
     """Run a few validation batches before training, to find errors early. Logged values are dropped at its end."""
     batches = run.settings.num_sanity_val_steps
-    if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
+    if not run.loaders.val or batches == 0 or run.settings.fast_dev_run:
         return
-    if any(one.one_shot or any(map(keeps_an_iterator, one.streams())) for one in run.val_loaders.values()):
+    if any(one.one_shot or any(map(keeps_an_iterator, one.streams())) for one in run.loaders.val.values()):
         log.info("no sanity check: it would use up the validation data, which can be read only once")
         return
-    with run.during("sanity checking"), no_trace(run), run.session.dropping_values():
+    with run.saves.delayed(), run.activity.during("sanity checking"), no_trace(run), run.session.latest.dropping():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
         hooks = stage_hooks(run, "validation")
         with run.optimizer_averages.evaluated(), ExitStack() as places:
-            for loader in run.val_loaders.values():
+            for loader in run.loaders.val.values():
                 places.enter_context(loader.kept_data())
             leaving = Leaving(run)
-            evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
+            evaluate(run, hooks, run.loaders.val, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
         run.hooks.on_sanity_check_end()
     refuse_misspelt_monitors(run)
 
@@ -173,7 +179,8 @@ def evaluate(
             hooks.epoch_end()
             publish(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:
-                run.end_validation()
+                run.progress.validated()
+                run.saves.end_delay()
             hooks.end()
             publish(metrics.read_epoch(closing), results)
             metrics.reset_computed()
@@ -183,10 +190,10 @@ def evaluate(
 
 def _publish(run: Run, log_results: bool, values: ReducedMetrics, results: list[dict[str, float]]) -> None:
     if not log_results:
-        run.session.store(values)
-        run.expect(values.all)
+        run.session.latest.store(values)
+        run.session.latest.announce(values.all)
         return
-    run.log_to_loggers(values)
+    run.values.send(values)
     for one in results:
         one.update(values.results)
     if run.stage == "fit":
@@ -231,7 +238,7 @@ def run_batches(
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
     batches = leaving.until_stopped(islice(_batches(run, loader), max_batches), loader, max_batches)
     for batch_idx, batch in enumerate(batches):
-        run.evaluated = dataloader_idx, batch_idx
+        run.activity.batch = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
         data = metrics.batch = transfer(batch.data)
         arguments = (data, batch_idx, *step_index)
@@ -249,7 +256,7 @@ def run_batches(
         kept = [outputs]
         del outputs
         yield kept.pop()
-    run.evaluated = None
+    run.activity.batch = None
 
 
 def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:

@@ -60,7 +60,7 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         val = given_or_made("val")
         refuse_data(val, "fit")
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
-        if run.val_loaders:
+        if run.loaders.val:
             _check_intervals(run)
     else:
         kind = EVALUATED[run.stage]

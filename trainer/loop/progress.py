@@ -1,14 +1,14 @@
-"""The counters of a run, and its clock: when it validates, stops and ends."""
+"""The counters of a run, and what goes by them: its activity, the epochs of its loaders, and its end."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from trainer.data.loader import Loaders
 from trainer.distributed.process_group import SingleProcess
@@ -18,6 +18,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.runs.resolved_config import ResolvedConfig
+from trainer.state.held_generators import Generators
 from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
@@ -84,6 +85,127 @@ class Progress:
             setattr(self, field.name, state[field.name])
 
 
+class Activity:
+    """The part of a stage in progress. An error leaves it unchanged, for `on_exception`.
+
+    Args:
+        stage: "fit", "validate", "test" or "predict"; None: nothing has run.
+    """
+
+    batch: tuple[int, int] | None = None
+    """The loader and the batch of the evaluation in progress."""
+
+    def __init__(self, stage: str | None) -> None:
+        self._stage = stage
+        self.name = {"fit": "training", "validate": "validating"}.get(stage or "")
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a `fit`, from its first hook to its last, and it is not validating."""
+        return self.name == "training"
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is in progress, inside `fit` or in `validate`."""
+        return self.name == "validating"
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches before training are in progress."""
+        return self.name == "sanity checking"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation, also of the sanity check, or test is in progress."""
+        return self.name in ("validating", "sanity checking") or self._stage == "test"
+
+    @contextmanager
+    def during(self, name: Literal["sanity checking", "validating"]) -> Iterator[None]:
+        """Evaluate in the block, and then continue with what was in progress."""
+        before, self.name = self.name, name
+        yield
+        self.name = before
+
+    def end(self) -> None:
+        """End the stage."""
+        self.name = None
+
+
+class DelayedSaves:
+    """The checkpoints that hooks ask for before a step, a validation or an epoch is complete."""
+
+    delays = False
+    """True while a checkpoint would hold a part of a validation or of an epoch's end."""
+    logged_before: Mapping[int, dict[str, Any]] = {}
+    """The states of the loggers, by id, from before the validation that was left."""
+
+    def __init__(self) -> None:
+        self._saves: list[Callable[[], None]] = []
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Write the checkpoints that hooks in the block ask for at its end."""
+        self.delays = True
+        yield
+        self.delays = False
+        saves, self._saves = self._saves, []
+        for save in saves:
+            save()
+
+    def add(self, save: Callable[[], None]) -> None:
+        """Write a checkpoint at the end of the block, unless `drop` is called before."""
+        self._saves.append(save)
+
+    def end_delay(self) -> None:
+        """Write checkpoints at once in the rest of the block."""
+        self.delays = False
+
+    def drop(self, logged: Mapping[int, dict[str, Any]]) -> None:
+        """Write no checkpoint that the validation in progress has asked for: it was left, and comes again.
+
+        Args:
+            logged: the states of the loggers from before it, which checkpoints have from now on.
+        """
+        self._saves.clear()
+        self.logged_before = logged
+
+
+class LoaderEpochs:
+    """The epochs for which loaders are made: with `reload_dataloaders_every_n_epochs` new ones every few epochs.
+
+    Args:
+        every: the number of epochs between two reloads; 0: the loaders of the first epoch stay.
+        progress, generators: of the run.
+    """
+
+    def __init__(self, every: int, progress: Progress, generators: Generators) -> None:
+        self._every, self._progress, self._generators = every, progress, generators
+
+    def of(self, epoch: int) -> int:
+        """Return the epoch for which the loaders of an epoch are made."""
+        return epoch - epoch % self._every if self._every else 0
+
+    def call_when_due(self, reload: Callable[[], None]) -> None:
+        """Set the function that makes new loaders."""
+        self._reload = reload
+
+    def reload_if_due(self) -> None:
+        """Make new loaders if the loaders are those of an earlier epoch. Collective."""
+        if self.of(self._progress.epoch) != self._generators.epoch_of_loaders:
+            self._generators.begin_loaders()
+            self._reload()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Ask the user for loaders in the block: the epoch shown there is the one for which they are made."""
+        epoch = self._progress.epoch
+        self._progress.epoch = self._generators.epoch_of_loaders = self.of(epoch)
+        try:
+            yield
+        finally:
+            self._progress.epoch = epoch
+
+
 class ValidationClock:
     """Says, by the clock of rank 0, after which steps the time between two validations is over.
 
@@ -126,6 +248,10 @@ class Clock:
     saved then is the end of the training."""
     shutting_down = False
     """True while only the last collective of the run is left."""
+    interrupted = False
+    """True if an error or a signal has ended the run."""
+    is_over = False
+    """True if a run is started again that had ended: its checkpoints and logs stay unchanged."""
     validations: ValidationClock | None = None
     """Says when a validation is due, if `val_check_interval` is a time."""
 
@@ -148,6 +274,14 @@ class Clock:
     def postpone(self, reason: str | None) -> None:
         """Keep the reason of a stop, of a checkpoint, that waits for `min_epochs` and `min_steps`."""
         self.postponed_stop = reason
+
+    def interrupt(self) -> None:
+        """Remember that an error has ended the run."""
+        self.interrupted = True
+
+    def leave_unchanged(self) -> None:
+        """Write no checkpoints and logs: the steps after the last checkpoint were logged before."""
+        self.is_over = True
 
     def begin_training(self) -> None:
         """Measure the time between two validations from now on."""

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard
-from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
-from trainer.errors import ConfigError
 from trainer.fault_tolerance.collective_check import require_same_call
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
@@ -30,42 +27,24 @@ from trainer.guards.host_times import SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.progress import Clock, Progress
-from trainer.loop.step import Step
-from trainer.metrics.metric_log import MetricLog, ReducedMetrics
-from trainer.metrics.monitor import Measured
-from trainer.metrics.phases import (
-    CHECKPOINT,
-    LOGGING,
-    TRANSFER,
-    Phase,
-    during,
-    phase_of,
-    unheard,
-)
+from trainer.loop.logged_values import LatestValues, LoggedValues, ReportOnce
+from trainer.loop.progress import Activity, Clock, DelayedSaves, LoaderEpochs, Progress
+from trainer.loop.step import Step, Transfer
+from trainer.metrics.metric_log import MetricLog
+from trainer.metrics.phases import Phase, phase_of, unheard
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
-from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers
 from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import StepOptions
-
-Activity = Literal["sanity checking", "training", "validating"]
-ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
-"""The activities by which the stages begin and end."""
+from trainer.strategy import StepOptions, Strategy
 
 log = logging.getLogger("trainer")
-
-_NEVER = Measured(0.0, -1, "interim")
-"""The latest value of a name that was not logged yet."""
-
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class WaitingGradients(Protocol):
@@ -99,12 +78,7 @@ class Session:
         """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
-        self.callback_metrics: dict[str, float] = {}
-        """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
-        self.logged_metrics: dict[str, float] = {}
-        self.progress_bar_metrics: dict[str, float] = {}
-        self.measured: dict[str, Measured] = {}
-        """The latest values of all logged names, each with the step it was measured at."""
+        self.latest = LatestValues()
 
     def argument(self, name: str, value: str | list[str]) -> str:
         """Return an argument of `fit` as it is typed: `ckpt_path='last'`; for a command, `--ckpt-path last`."""
@@ -118,28 +92,7 @@ class Session:
             self.progress = Progress()
             self.accumulate_grad_batches = self.configured_window
             self.fitting_samples = None
-        self.forget_values()
-
-    def forget_values(self) -> None:
-        """Forget all logged values."""
-        for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
-            values.clear()
-
-    def store(self, values: ReducedMetrics) -> None:
-        """Store reduced values for the callbacks, the loggers and the progress bar."""
-        self.callback_metrics.update(values.all)
-        self.logged_metrics.update(values.logger)
-        self.progress_bar_metrics.update(values.progress_bar)
-
-    @contextmanager
-    def dropping_values(self) -> Iterator[None]:
-        """Drop the values that the block stores when it ends."""
-        stored = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics)
-        before = [dict(values) for values in stored]
-        yield
-        for values, earlier in zip(stored, before, strict=True):
-            values.clear()
-            values.update(earlier)
+        self.latest.forget()
 
     def remember_beginning(self, nanoseconds: int) -> None:
         """Write into checkpoints when the first `fit` in the run directory began."""
@@ -154,6 +107,68 @@ class Session:
         self.accumulate_grad_batches = parts
 
 
+class Epoch:
+    """The epoch in progress, and its windows.
+
+    Args:
+        progress, strategy, loaders, metrics, guards: of the run.
+    """
+
+    in_progress = False
+    """True from `on_train_epoch_start` to the end of the epoch."""
+    validation_interval: int | None = None
+    """Micro-batches between two validations inside this epoch; None: no validation inside it."""
+    _windows_before = 0
+    """The windows that were begun before this epoch and are no steps of it."""
+
+    def __init__(
+        self, progress: Progress, strategy: Strategy, loaders: Loaders, metrics: MetricLog, guards: Guards
+    ) -> None:
+        self._progress, self._strategy, self._loaders = progress, strategy, loaders
+        self._metrics, self._guards = metrics, guards
+
+    def begin(self) -> None:
+        """Begin an epoch, or continue inside of one."""
+        self.in_progress = True
+        self.drop_window()
+        self._guards.skipping.begin_epoch()
+        # Else the first hooks may have to bring back what the epoch began with.
+        if self._progress.batch == 0 and self._loaders.train is not None:
+            self._loaders.train.measure()
+
+    def begin_batches(self, validation_interval: Callable[[], int | None]) -> None:
+        """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
+        loader, processes = self._loaders.train, self._strategy.processes
+        if loader is not None:
+            loader.measure(self._progress.epoch, self._progress.batch)
+            if processes.world_size > 1:
+                loader.agree_on_length(processes.all_gather_object(loader.length))
+        self.validation_interval = validation_interval()
+
+    @property
+    def inside_window(self) -> bool:
+        """Whether a step has begun and is not complete."""
+        return self.in_progress and self._windows_without_step > self._windows_before
+
+    def drop_window(self) -> None:
+        """Take the windows that have begun as over: none of them becomes a step any more."""
+        self._windows_before = self._windows_without_step
+
+    @property
+    def _windows_without_step(self) -> int:
+        """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
+        return self._metrics.window - self._metrics.repeats - self._progress.step - self._guards.refused
+
+    def end(self) -> None:
+        """Count the epoch, which is complete."""
+        self._progress.next_epoch()
+        self.in_progress = False
+
+    def leave(self) -> None:
+        """Leave the epoch incomplete, because the run goes back to a checkpoint."""
+        self.in_progress = False
+
+
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
@@ -165,47 +180,29 @@ class Run:
     know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
+    transfer: Transfer
+    """Brings batches to the device. Known when the callbacks are."""
     step: Step
     """The calls of each step. Known when training begins."""
+    hook_changes: HookChanges
+    """The changes that hooks make to the model and its optimizers. Known from `note_beginning` on."""
     manual: WaitingGradients | None = None
-    """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
-    flushed_step = -1
-    """The last step whose values went to the loggers."""
-    torn_down = False
+    """Says, in manual optimization, which gradients wait for a later step; None: each step uses its gradients."""
     checks_states = False
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
-    interrupted = False
-    """True if an error or a signal has ended the run."""
-    saves_wait = False
-    """True inside `fit` in a validation, but for its last hook: a checkpoint of now would have a part of it."""
+    closure_needed = False
+    """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     has_weights = False
     """True when the strategy has the module, with the weights that the run begins with."""
-    _windows_before = 0
-    """The windows that were begun before this epoch and are no steps of it."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
-    logged_before: Mapping[int, dict[str, Any]] = {}
-    """The states of the loggers, by id, from before the validation that was left."""
-    validation_interval: int | None = None
-    """Micro-batches between two validations inside this epoch; None: no validation inside it."""
-    in_epoch = False
-    """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
     """Facts with which a resumed run is compared, see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
-    is_over = False
-    """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
-    hook_changes: HookChanges
-    """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
-    evaluated: tuple[int, int] | None = None
-    """The loader and the batch of the evaluation in progress."""
-    followed_buffers: Collection[str] = ()
-    """The buffers that steps have changed in the run that wrote the checkpoint."""
-    closure_needed = False
-    """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     resumed_from: StoragePath | None = None
     """The checkpoint from which the run was started."""
+    _torn_down = False
 
     def __init__(
         self,
@@ -217,8 +214,6 @@ class Run:
     ) -> None:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
         self.session, self.stage, self.pid = session, stage, os.getpid()
-        self.activity = ACTIVITIES.get(stage)
-        """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
         self.module, self.datamodule = module, datamodule
         self.callbacks: list[Callback] = config.callbacks
         self.loggers = config.loggers
@@ -227,31 +222,39 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
+        self.activity, self.saves = Activity(stage), DelayedSaves()
         options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
         self.metrics = MetricLog(module, options.gather, num_items=items)
-        self.times = HostTimes()
-        self.transfer_hooks = transfer_hooks(module, datamodule)
-        """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
-        self.phase: Phase = unheard
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
-
-        self._also_trained: set[str] = set()
-        """Names with values of validations that are logged in training, too."""
-        self._reported: set[str] = set()
-        """The warnings that come once, and were logged."""
-        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
-        self.loaders = Loaders()
-        self._waiting_saves: list[Callable[[], None]] = []
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
+        self.phase: Phase = unheard
+        self.times = HostTimes()
+        self.report_once = ReportOnce(self.strategy)
+        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
+        self.loaders = Loaders()
+        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
+        self.epoch = Epoch(self.progress, self.strategy, self.loaders, self.metrics, self.guards)
+        self.values = LoggedValues(
+            config,
+            session.latest,
+            self.metrics,
+            self.guards,
+            self.activity,
+            self.progress,
+            self.clock,
+            self.times,
+            self.report_once,
+        )
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
-        self.generators = Generators(self._owners, self.strategy)
         self.scheduler_configs: list[TimedScheduler] = []
-        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
+        self.generators = Generators(self._owners, self.strategy)
+        every = self.settings.reload_dataloaders_every_n_epochs if stage == "fit" else 1
+        self.loader_epochs = LoaderEpochs(every, self.progress, self.generators)
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -269,11 +272,12 @@ class Run:
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
         self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
-        # A run goes on from a checkpoint that is no weights alone, and that one knows only what was written before it.
+        # A run continues from a full checkpoint, which knows only the checkpoints that were written before it.
         savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
         self.saving_hooks = CallbackList(savers, caller, self.module, self.phase)
         self.times.time_hooks(self.hooks)
         self.times.time_hooks(self.saving_hooks, SAVING)
+        self.transfer = Transfer(self.module, self.datamodule, self.strategy, self.phase, self.times)
 
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
@@ -327,19 +331,6 @@ class Run:
         self.hook_changes = HookChanges(self.module, self.optimizers, others)
         cleanup.callback(self.hook_changes.end)
 
-    def leave_as_it_is(self) -> None:
-        """Write no checkpoints and logs: what is done again after the last checkpoint has been written before."""
-        self.is_over = True
-
-    def resume(
-        self,
-        postponed_stop: str | None,
-        followed: Collection[str],
-    ) -> None:
-        """Keep of the checkpoint a stop that waits for its time, and the buffers that steps change."""
-        self.followed_buffers = followed
-        self.clock.postpone(postponed_stop)
-
     def take_weights(self) -> None:
         """Let users gather, change and save weights from now on."""
         self.has_weights = True
@@ -359,69 +350,14 @@ class Run:
         """Return the number of windows and collectives that this process has begun."""
         return self.strategy.processes.begun + self.guards.windows + 10**9 * self.clock.shutting_down
 
-    # -- parts of the stage --------------------------------------------------------------------------------------------
-
-    @property
-    def training(self) -> bool:
-        """Whether this is a `fit`, from its first hook to its last, and it is not validating."""
-        return self.activity == "training"
-
-    @property
-    def validating(self) -> bool:
-        """Whether validation is in progress, inside `fit` or by itself."""
-        return self.activity == "validating"
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are in progress."""
-        return self.activity == "sanity checking"
-
-    @contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        """Evaluate in the block, write the checkpoints that wait for its end, and go on with what was in progress."""
-        before, self.activity = self.activity, activity
-        with self.saving_later():
-            yield
-            self.activity = before
-
-    @contextmanager
-    def saving_later(self) -> Iterator[None]:
-        """Write the checkpoints that hooks in the block ask for at its end, when all of the step is done."""
-        self.saves_wait = True
-        yield
-        self.saves_wait = False
-        waiting, self._waiting_saves = self._waiting_saves, []
-        for save in waiting:
-            save()
-
-    def save_later(self, save: Callable[[], None]) -> None:
-        """Write a checkpoint at the end of `saving_later`; of a validation that is left none: it is done again."""
-        self._waiting_saves.append(save)
-
-    def drop_left_validation(self, logged: Mapping[int, dict[str, Any]]) -> None:
-        """Write no checkpoint for which the validation in progress has asked.
-
-        Args:
-            logged: the states of the loggers from before it, which checkpoints have: what it has logged comes again.
-        """
-        self._waiting_saves.clear()
-        self.logged_before = logged
-
-    def end_validation(self) -> None:
-        """Count the validation as done, before its last hook: a resumed run does not repeat it."""
-        self.progress.validated()
-        self.saves_wait = False
-
-    def interrupt(self) -> None:
-        """Remember that an error has ended the run."""
-        self.interrupted = True
+    # -- training ------------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.times.begin()
         self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
-        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed, self.followed_buffers)
+        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed)
         if self.step_guard is not None:
             measures = not clipping_finds_it(self.settings, self.module)
             self.guards.judge_steps(self.step_guard, self.loaders, measures)
@@ -430,104 +366,37 @@ class Run:
         """Bind what each step calls, with the methods that the module has by now."""
         self.step = Step(self)
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch, or go on inside of one."""
-        self.in_epoch = True
-        self.drop_window()
-        self.guards.skipping.begin_epoch()
-        # Else the first hooks may have to bring back what the epoch began with.
-        if self.progress.batch == 0 and self.train_loader is not None:
-            self.train_loader.measure()
-
-    def begin_batches(self, validation_interval: Callable[[], int | None]) -> None:
-        """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
-        loader, processes = self.train_loader, self.strategy.processes
-        if loader is not None:
-            loader.measure(self.progress.epoch, self.progress.batch)
-            if processes.world_size > 1:
-                loader.agree_on_length(processes.all_gather_object(loader.length))
-        self.validation_interval = validation_interval()
-
     @property
     def step_guard(self) -> StepGuard | None:
         """The callback that decides about bad steps."""
         return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
 
-    def forget_values(self) -> None:
-        """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
-        self.session.forget_values()
-        self.flushed_step, self.in_epoch = -1, False
-        self.guards.gradient_norms.forget()
-
-    def set_reload(self, reload: Callable[[], None]) -> None:
-        """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
-        self._reload = reload
-
-    def reload_if_due(self) -> None:
-        """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
-        if self.epoch_of_loaders(self.progress.epoch) != self.generators.epoch_of_loaders:
-            self.generators.begin_loaders()
-            self._reload()
-
-    @contextmanager
-    def asking_for_loaders(self) -> Iterator[None]:
-        """Ask the user for loaders in the block, in the epoch for which they are made, also if that is over by now."""
-        epoch = self.progress.epoch
-        self.progress.epoch = self.generators.epoch_of_loaders = self.epoch_of_loaders(epoch)
-        try:
-            yield
-        finally:
-            self.progress.epoch = epoch
-
-    def epoch_of_loaders(self, epoch: int) -> int:
-        """Return the epoch for which the loaders of an epoch are made."""
-        every = self.settings.reload_dataloaders_every_n_epochs if self.stage == "fit" else 1
-        return epoch - epoch % every if every else 0
-
     @property
     def is_last_batch(self) -> bool:
         """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
         length, batch = self.num_training_batches, self.progress.batch
-        ahead = self.session.accumulate_grad_batches if self.inside_window else 0
+        ahead = self.session.accumulate_grad_batches if self.epoch.inside_window else 0
         return length is not None and batch + ahead >= length
-
-    @property
-    def inside_window(self) -> bool:
-        """Whether a step has begun and is not complete."""
-        return self.in_epoch and self._windows_without_step > self._windows_before
-
-    def drop_window(self) -> None:
-        """Take the windows that have begun as over: none of them becomes a step any more."""
-        self._windows_before = self._windows_without_step
-
-    @property
-    def _windows_without_step(self) -> int:
-        """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
-        return self.metrics.window - self.metrics.repeats - self.progress.step - self.guards.refused
-
-    def end_epoch(self) -> None:
-        """Count the epoch, which is complete."""
-        self.progress.next_epoch()
-        self.in_epoch = False
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def tear_down(self) -> None:
         """Call `teardown` of the data module, the callbacks and the module, once."""
-        if self.torn_down:
+        if self._torn_down:
             return
-        self.torn_down = True
+        self._torn_down = True
         self.metrics.end("teardown logs nothing: log in on_train_end, or in on_validation_end or on_test_end.")
         of_data = [self.datamodule.teardown] if self.datamodule is not None else []
         call_all([*of_data, self.hooks.teardown], self.stage)
         for logger in self.loggers if self.strategy.processes.is_global_zero else ():
-            logger.finalize("failed" if self.interrupted else "success")
+            logger.finalize("failed" if self.clock.interrupted else "success")
 
     def end(self) -> None:
         """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
-        self.session.stage = self.activity = None
+        self.session.stage = None
+        self.activity.end()
         self.metrics.end("the run has ended: log inside of fit, validate or test.")
-        if self.interrupted or self.in_epoch:
+        if self.clock.interrupted or self.epoch.in_progress:
             self.metrics.reset_unfinished()
         self.module.untoggle_optimizer()
 
@@ -537,11 +406,6 @@ class Run:
     def train_loader(self) -> BatchLoader | None:
         """The batches of training; None outside of `fit`."""
         return self.loaders.train
-
-    @property
-    def val_loaders(self) -> dict[str, BatchLoader]:
-        """The validation loaders by name."""
-        return self.loaders.val
 
     @property
     def num_training_batches(self) -> int | None:
@@ -565,11 +429,6 @@ class Run:
         first_epochs = [*sorted(epoch for epoch in windows if epoch < max_epochs), max_epochs]
         return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
 
-    @property
-    def evaluating(self) -> bool:
-        """Whether validation, also of the sanity check, or test is in progress."""
-        return self.activity in ("validating", "sanity checking") or self.stage == "test"
-
     def _owners(self) -> dict[str, Any]:
         """Return the objects of the user's that may hold random generators, by name."""
         of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
@@ -578,142 +437,12 @@ class Run:
         optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
         return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
-    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any]:
-        """Return what brings a loader's batches to the device, through the transfer hooks if there are any."""
-        if self.transfer_hooks is None:
-            return during(self.phase, TRANSFER, self.strategy.to_device)
-        before, move, after = self.transfer_hooks
-
-        def through_hooks(batch: Any) -> Any:
-            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
-            batch = require_batch(move(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
-            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
-
-        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
-        return during(self.phase, TRANSFER, self.times.timed(TRANSFER, through_hooks))
-
-    # -- logging -------------------------------------------------------------------------------------------------------
-
-    def read_metrics(self) -> dict[str, float]:
-        """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
-        metrics = self.metrics
-        self.update_metrics(metrics.read_step())
-        if self.evaluating and not self.sanity_checking:
-            self.log_to_loggers(metrics.read_epoch(metrics.evaluation_hooks))
-        if self.progress.epoch_ended and not self.sanity_checking:
-            self.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
-        else:
-            self.update_metrics(metrics.peek_epoch(metrics.hook_metrics), complete=False)
-        return self.session.callback_metrics
-
-    def flush_step(self) -> None:
-        """Send the values of the last step to the loggers, once, every `log_every_n_steps`. Collective."""
-        step, every = self.progress.step, self.settings.log_every_n_steps
-        if every and step % every == 0 and self.flushed_step != step:
-            self.flushed_step = step
-            self.log_to_loggers(self.metrics.read_step())
-            self.metrics.mark_flushed()
-
-    def log_to_loggers(self, values: ReducedMetrics) -> None:
-        """Store reduced values and send them to the loggers."""
-        self.update_metrics(values)
-        if values.logger and self.strategy.processes.is_global_zero and not self.is_over:
-            with self.phase(LOGGING), self.times.during(LOGGING):
-                for logger in self.loggers:
-                    logger.log_metrics(values.logger, self.progress.step)
-
-    def new_value(self, config: TimedScheduler) -> float | None:
-        """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""
-        assert config.monitor is not None
-        self.read_metrics()
-        measured = self.monitored(config.monitor)
-        if measured is None or measured.step <= config.value_step:
-            return None
-        config.value_step = measured.step
-        return measured.value
-
-    def monitored(self, name: str) -> Measured | None:
-        """Return the latest value of a logged name; None without one.
-
-        A name that is logged in training and in validation has the value of the validation, which a warning says.
-        """
-        if name in self._also_trained:
-            self.report_once(
-                f"{name!r} is logged in training and in validation, and monitored: its values are those of the "
-                "validations. Give the two different names to choose."
-            )
-        return self.session.measured.get(name)
-
-    def report_once(self, message: str) -> None:
-        """Log a warning, unless it is empty or was logged before in this run."""
-        if message and message not in self._reported and self.strategy.processes.is_global_zero:
-            self._reported.add(message)
-            log.warning("%s", message)
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Remember names that a validation logs, before it has values that count."""
-        for name in names:
-            self.session.measured.setdefault(name, Measured(0.0, -1, "validation"))
-
-    def is_to_come(self, name: str) -> bool:
-        """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
-        if self.val_loaders and self.progress.validated_step == -1:
-            return True
-        users = users_callbacks(self.callbacks, "on_train_epoch_end") or self.module.overrides("on_train_epoch_end")
-        if users and self.progress.epoch == 0 and not self.progress.epoch_ended:
-            return True
-        logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
-        return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
-
-    def check_numbers(self) -> None:
-        """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
-        self.guards.check_numbers(self.optimizers if self.training else [])
-
-    def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
-        """Store reduced values for `monitor=`, the loggers and the progress bar.
-
-        `complete`: False for means over a part of an epoch. They belong to no step, and those of kind "past" to none
-        that a monitor could use.
-        """
-        self.check_numbers()
-        measured, step = self.session.measured, self.progress.step
-        for name, value in values.all.items():
-            kind, latest = values.kinds[name], measured.get(name, _NEVER)
-            if not complete or kind == "past":
-                measured.setdefault(name, Measured(value, -1, "interim"))
-            elif self.validating and kind == "epoch":
-                measured[name] = Measured(value, step, "validation")
-            elif latest.kind == "validation":
-                self._also_trained.add(name)
-            elif kind == "epoch" or (latest.step, latest.kind) != (step, "epoch"):
-                measured[name] = Measured(value, step, kind)
-        self.session.store(values)
-
-    def forget_validation(self) -> None:
-        """Let the values of a validation after this step belong to no state: what was validated has changed since."""
-        for name, one in self.session.measured.items():
-            if (one.kind, one.step) == ("validation", self.progress.step):
-                self.session.measured[name] = one._replace(step=-1)
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_group(self) -> ProcessGroup:
-        """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
-        return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
         """The callbacks that write checkpoints."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
-
-    @contextmanager
-    def saving_checkpoint(self) -> Iterator[None]:
-        """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
-        with self.clock.saving(), self.phase(CHECKPOINT), self.times.during(SAVING):
-            yield
 
     @cached_property
     def processing_files(self) -> dict[str, str]:
@@ -741,21 +470,13 @@ class Run:
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def check_all_ranks_call(self, what: str) -> None:
-        """Raise ConfigError if only some processes call the collective `what`, a method that users call.
-
-        The message names the function that called the method, because another process may call it elsewhere.
-        """
-        caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
-        self.strategy.processes.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
-
     def begin_call(self, what: str, data: Any, check: bool) -> None:
         """Compare a collective of the user between the processes, if `check`; see `require_same_call`."""
         processes, progress = self.strategy.processes, self.progress
         if check:
             position = f", after step {progress.step}, in epoch {progress.epoch}, batch {progress.batch}"
-            if self.evaluated is not None:
-                position += ", at batch {1} of evaluation loader {0}".format(*self.evaluated)
+            if self.activity.batch is not None:
+                position += ", at batch {1} of evaluation loader {0}".format(*self.activity.batch)
             require_same_call(processes, what, data, position)
         processes.begun += 1
 
@@ -764,10 +485,10 @@ class NoRun:
     """The run of a trainer that has none yet: what its attributes show."""
 
     stage: str | None = None
-    activity: Activity | None = None
-    training = validating = sanity_checking = evaluating = interrupted = is_last_batch = False
+    is_last_batch = False
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
+    activity = Activity(None)
     loaders = Loaders()
 
     @property
@@ -782,25 +503,3 @@ class NoRun:
 
 
 NO_RUN = NoRun()
-
-
-def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
-    """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
-
-    Each is the data module's if that defines it, else the module's, as in Lightning.
-    """
-    overridden = [] if datamodule is None else [name for name in TRANSFER_HOOKS if datamodule.overrides(name)]
-    if not overridden and not module.overrides_any(TRANSFER_HOOKS):
-        return None
-    return [getattr(datamodule if name in overridden else module, name) for name in TRANSFER_HOOKS]
-
-
-def require_batch(batch: Any, hook: str) -> Any:
-    """Return the batch that a transfer hook returned.
-
-    Raises:
-        ConfigError: `batch` is None.
-    """
-    if batch is None:
-        raise ConfigError(f"{hook} returned None: end it with 'return batch'.")
-    return batch

@@ -142,7 +142,7 @@ def start_run(
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.loaders.kept_places())
             restore_micro_batch_size(run, checkpoint)
-            run.set_reload(partial(reload_loaders, run, data))
+            run.loader_epochs.call_when_due(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
             run.note_beginning(cleanup)
@@ -157,7 +157,7 @@ def start_run(
             finish(run)
         except BaseException as error:
             end_forked_child(run.pid, error)
-            run.interrupt()
+            run.clock.interrupt()
             end_with_error(run, error)
             raise
     run.clock.coordinator.send_again(run.clock.stop_reason)
@@ -324,7 +324,7 @@ def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, An
         if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
             run.progress.resume(checkpoint["progress"])
         restore_data(run, checkpoint)
-    with run.asking_for_loaders(), drawing_as_before(run, checkpoint):
+    with run.loader_epochs.asking(), drawing_as_before(run, checkpoint):
         make_loaders(run, given)
 
 
@@ -339,7 +339,7 @@ def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> Non
 def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for its loaders anew. Collective."""
     run.loaders.close()
-    with run.asking_for_loaders():
+    with run.loader_epochs.asking():
         make_loaders(run, data)
     check_loaders(run)
     split_batches(run)
@@ -365,7 +365,7 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     else:
         return
     if ended:
-        run.leave_as_it_is()
+        run.clock.leave_unchanged()
     run.report_once(f"nothing is left to train: {end}")
 
 

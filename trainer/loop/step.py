@@ -10,17 +10,19 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from trainer.data.datamodule import DataModule
 from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_tensors
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
 from trainer.guards.direct_backward import RefusingDirectBackward
 from trainer.guards.guards import Guards
+from trainer.guards.host_times import HostTimes
 from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.callback_list import CallbackList, nothing
 from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
-from trainer.metrics.phases import BACKWARD, FORWARD, OPTIMIZER, during
+from trainer.metrics.phases import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Phase, during
 from trainer.model.reachable import nodes_behind
 from trainer.module import TrainModule
 from trainer.optimizers import zero_grad_fast
@@ -48,7 +50,51 @@ class Training(Protocol):
 
     def phase(self, name: str) -> Any: ...
 
-    def transfer(self) -> Callable[[Any], Any]: ...
+    transfer: Transfer
+
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Transfer:
+    """Brings batches to the device, through the transfer hooks if the module or the data module defines any.
+
+    Each hook is the data module's if that defines it, else the module's, as in Lightning.
+
+    Args:
+        module, datamodule, strategy, phase, times: of the run.
+    """
+
+    def __init__(
+        self, module: TrainModule, datamodule: DataModule | None, strategy: Strategy, phase: Phase, times: HostTimes
+    ) -> None:
+        self._strategy, self._phase, self._times = strategy, phase, times
+        overridden = [] if datamodule is None else [name for name in TRANSFER_HOOKS if datamodule.overrides(name)]
+        self._hooks: list[Callable[..., Any]] = []
+        """The three hooks, or none if all of them are the base classes'."""
+        if overridden or module.overrides_any(TRANSFER_HOOKS):
+            self._hooks = [getattr(datamodule if name in overridden else module, name) for name in TRANSFER_HOOKS]
+
+    def __call__(self, dataloader_idx: int = 0) -> Callable[[Any], Any]:
+        """Return the function that brings a loader's batches to the device."""
+        if not self._hooks:
+            return during(self._phase, TRANSFER, self._strategy.to_device)
+        before, move, after = self._hooks
+
+        def call_hooks(batch: Any) -> Any:
+            batch = _require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
+            batch = _require_batch(move(batch, self._strategy.device, dataloader_idx), "transfer_batch_to_device")
+            return _require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+
+        # Only users' hooks are timed: a copy by the strategy costs the host no time that it could save.
+        return during(self._phase, TRANSFER, self._times.timed(TRANSFER, call_hooks))
+
+
+def _require_batch(batch: Any, hook: str) -> Any:
+    """Return the batch that a transfer hook returned; raise ConfigError if that is None."""
+    if batch is None:
+        raise ConfigError(f"{hook} returned None: end it with 'return batch'.")
+    return batch
 
 
 class Step:

@@ -32,10 +32,12 @@ from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
+from trainer.guards.host_times import SAVING
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
+from trainer.metrics.phases import CHECKPOINT
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
@@ -96,10 +98,10 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "progress": run.progress.state_dict(),
         "global_micro_batch": _global_micro_batch(run),
         **({} if session.fitting_samples is None else {"fitting_samples": session.fitting_samples}),
-        "callback_metrics": dict(session.callback_metrics),
-        "measured": {name: measured._asdict() for name, measured in session.measured.items()},
+        "callback_metrics": dict(session.latest.all),
+        "measured": {name: measured._asdict() for name, measured in session.latest.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
-        "followed_buffers": sorted(run.followed_buffers if run.guards.buffers is None else run.guards.buffers.names),
+        "followed_buffers": sorted(run.guards.followed_buffers),
         "callbacks": {
             key: state
             for key, c in callbacks_by_state_key(run.callbacks).items()
@@ -376,13 +378,13 @@ def restore_scaler(scaler: Any, saved: dict[str, Any]) -> None:
 
 def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Restore the counters, and the logged values."""
-    run.session.callback_metrics.update(checkpoint["callback_metrics"])
+    run.session.latest.all.update(checkpoint["callback_metrics"])
     with restoring("the monitored values"):
-        run.session.measured.update({name: Measured(**one) for name, one in checkpoint["measured"].items()})
+        run.session.latest.measured.update({name: Measured(**one) for name, one in checkpoint["measured"].items()})
     for config, step in zip(run.scheduler_configs, checkpoint["scheduler_values"], strict=False):
         config.value_step = step
     run.progress.resume(checkpoint["progress"])
-    run.reload_if_due()  # after a rewind
+    run.loader_epochs.reload_if_due()  # after a rewind
     _count_in_own_batches(run, checkpoint)
     with restoring("the logged values"):
         load_metrics_state(run.metrics, _metrics_for(checkpoint, run.strategy.processes), run.strategy.device)
@@ -391,8 +393,9 @@ def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
 def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
     """Restore the random numbers and the place in the data of a rank; None: there is no such rank."""
     stop, followed = checkpoint["postponed_stop"], checkpoint["followed_buffers"]
+    run.clock.postpone(stop)
+    run.guards.resume(followed)
     if rank is None:
-        run.resume(stop, followed)
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
@@ -404,9 +407,8 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
-    run.resume(stop, followed)
     # Loaders that were made anew for the next epoch begin by themselves.
-    same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
+    same = run.loader_epochs.of(checkpoint["progress"]["epoch"]) == run.loader_epochs.of(run.progress.epoch)
     if run.train_loader and checkpoint["loader"][rank] and same:
         run.train_loader.load_state_dict(checkpoint["loader"][rank])
 
@@ -419,7 +421,7 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
         yield
         return
     of_epoch, rng = checkpoint["epoch_rng"][rank], checkpoint["rng"]
-    made = run.epoch_of_loaders(run.progress.epoch) == of_epoch["epoch"]
+    made = run.loader_epochs.of(run.progress.epoch) == of_epoch["epoch"]
     run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
     if not made:  # the run goes on with what they have left
@@ -508,7 +510,9 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     run.clock.watchdog.expect_slow_work()
     checkpoint = load_training_state(as_storage_path(path), True, strategy.shards_state, strategy.processes)
     strategy.release_gathered()
-    run.forget_values()
+    run.values.forget()
+    run.epoch.leave()
+    run.guards.gradient_norms.forget()
     loggers.teardown(run.stage)
     loggers.setup(run.stage)
     with loaded_by_hooks(checkpoint) as shown:
@@ -534,12 +538,17 @@ def save_state(
 ) -> None:
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
-    with run.saving_checkpoint(), run.optimizer_averages.trained() as averages:
+    with (
+        run.clock.saving(),
+        run.phase(CHECKPOINT),
+        run.times.during(SAVING),
+        run.optimizer_averages.trained() as averages,
+    ):
         if run.stage == "fit":
-            run.flush_step()  # a resumed run does not log the step again
+            run.values.flush_step()  # a resumed run does not log the step again
         tensors = tensor_state(run)
         callbacks = {
-            key: run.logged_before.get(id(c)) or c.state_dict()
+            key: run.saves.logged_before.get(id(c)) or c.state_dict()
             for key, c in callbacks_by_state_key(run.callbacks).items()
             if not isinstance(c, Checkpoint)  # what those keep depends on what is found
         }
@@ -639,8 +648,8 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
 
 def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
-    for name in filter(checkpoint.__contains__, PER_PROCESS):
-        if len(checkpoint[name]) != size:
+    for name in PER_PROCESS:
+        if name in checkpoint and len(checkpoint[name]) != size:
             return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
     reader_of, reporters = checkpoint["reader_of"], checkpoint["reporters"]
     readers = [reader_of[rank] if rank < size else None for rank in reporters]
