@@ -84,7 +84,7 @@ class ManualOptimization:
             self.backwards += 1
             loss = divided(loss, self._loss_divisor)
             run.hooks.on_before_backward(loss)
-            for optimizer in run.optimizers if run.strategy.scaler is not None else ():
+            for optimizer in run.optimizers:
                 run.strategy.scale_gradients(optimizer)
             self._in_backward = True
             with backward_with(run.strategy, *args, **options):

@@ -221,22 +221,28 @@ def note_configuration(run: Run) -> None:
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
     """Return, on rank 0, the checkpoint to start from and the run directory, which a restarted run keeps."""
-    record = RestartRecord() if run.stage == "fit" else None  # which counts the fits of the script
-    path = find_after_restart(run, record.former) if record is not None and record.former is not None else None
+    if run.stage != "fit":
+        return _with_run_dir(run, ckpt_path, find_checkpoint(run, ckpt_path))
+    record = RestartRecord()  # which counts the fits of the script
+    path = None if record.former is None else find_after_restart(run, record.former)
     if path is not None:
         ckpt_path = "last"
         log.info("started again after a failure")
     else:
-        if record is not None and was_requeued():
+        if was_requeued():
             ckpt_path = ckpt_path or "last"
         path = find_checkpoint(run, ckpt_path)
-        if record is not None and path is not None:
+        if path is not None:
             path = refuse_weights_alone(run, ckpt_path, path)
-    path = None if path is None else kept_storage_path(path)
-    run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
-    if record is not None:
-        record.remember(str(run_dir))
+    path, run_dir = _with_run_dir(run, ckpt_path, path)
+    record.remember(str(run_dir))
     return path, run_dir
+
+
+def _with_run_dir(run: Run, ckpt_path: str | Path | None, path: StoragePath | None) -> tuple[StoragePath | None, Path]:
+    """Return a checkpoint and the run directory, as paths that a change of the working directory leaves unchanged."""
+    path = None if path is None else kept_storage_path(path)
+    return path, kept_path(choose_run_dir(run, ckpt_path, path))
 
 
 def prepare_data(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:

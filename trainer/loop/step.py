@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.optim import Optimizer
@@ -338,10 +338,8 @@ def loss_divisors(
     average = strategy.processes.readers
     if weights_loss_by_items:
         return _by_items([_items(batch, module) for batch in window], strategy)
-    if len(window) == 1 and average == 1:
-        return (None,)
     if any(batch.total is None for batch in window):
-        return [None if len(window) == 1 else len(window)] * len(window)
+        return [_divisor(len(window), 1, 1)] * len(window)
     total = sum(batch.total or 0 for batch in window)
     return [_divisor(total, batch.share, average) for batch in window]
 
@@ -358,34 +356,29 @@ def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
     """Return the divisors from this reader's item counts, summed over readers without reading the device."""
     average, device = strategy.processes.readers, strategy.device
-    counted_there = any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items)
     # A sum over the hosts would have them wait for each other in every step.
-    if counted_there or (average > 1 and has_streams(device.type)):
-        counts = [_on_device(item, strategy) for item in items]
-        everywhere = strategy.processes.sum_over_readers(torch.stack(counts).sum())
-        # No items anywhere: infinite divisors, not 0 / 0.
-        everywhere = everywhere.clamp(min=torch.finfo(everywhere.dtype).tiny)
-        return [
-            NO_ITEMS if _is_known_zero(item) else everywhere / (count * average)
-            for item, count in zip(items, counts, strict=True)
-        ]
-    # In float64, which counts whole numbers as exactly, since items may be weights.
-    numbers = [float(item or 0) for item in items]
-    total = float(strategy.processes.sum_over_readers(torch.tensor(sum(numbers), dtype=torch.float64)))
-    return [_divisor(total, number, average) for number in numbers]
-
-
-def _is_known_zero(item: int | torch.Tensor | None) -> bool:
-    """Whether there are no items, as far as can be said without reading a device."""
-    return not item if not isinstance(item, torch.Tensor) or item.device.type == "cpu" else False
-
-
-def _on_device(item: int | torch.Tensor | None, strategy: Strategy) -> torch.Tensor:
-    """Return a number of items as a tensor on the device. A Python number gets there without a synchronizing copy."""
+    if not any(map(_is_on_device, items)) and not (average > 1 and has_streams(device.type)):
+        # In float64, which counts whole numbers as exactly, since items may be weights.
+        numbers = [float(item or 0) for item in items]
+        total = float(strategy.processes.sum_over_readers(torch.tensor(sum(numbers), dtype=torch.float64)))
+        return [_divisor(total, number, average) for number in numbers]
     dtype = torch.float64 if strategy.precision.weights is torch.float64 else torch.float32
-    if isinstance(item, torch.Tensor) and item.device.type != "cpu":
-        return item.to(strategy.device, dtype)
-    return torch.full((), float(item or 0), dtype=dtype, device=strategy.device)
+    # `full` brings a Python number to the device without a synchronizing copy.
+    counts = [
+        item.to(device, dtype) if _is_on_device(item) else torch.full((), float(item or 0), dtype=dtype, device=device)
+        for item in items
+    ]
+    everywhere = strategy.processes.sum_over_readers(torch.stack(counts).sum())
+    # No items anywhere: infinite divisors, not 0 / 0.
+    everywhere = everywhere.clamp(min=torch.finfo(everywhere.dtype).tiny)
+    return [
+        everywhere / (count * average) if _is_on_device(item) or item else NO_ITEMS
+        for item, count in zip(items, counts, strict=True)
+    ]
+
+
+def _is_on_device(item: int | torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return isinstance(item, torch.Tensor) and item.device.type != "cpu"
 
 
 def _divisor(total: float, own: float, average: int) -> float | None:

@@ -483,17 +483,18 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
         if key in checkpoint["callbacks"] and (training or not isinstance(callback, Checkpoint)):
             with restoring(f"the state of the callback {key}"):
                 callback.load_state_dict(checkpoint["callbacks"][key])
-    unused = [f"the callback {key}" for key in states.unused]
-    unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
     if not training or run.settings.fast_dev_run or not run.strategy.processes.is_global_zero:
         return
-    if unused or states.ambiguous:
+    unused = [*states.ambiguous, *(f"the callback {key}" for key in states.unused)]
+    if run.datamodule is None and checkpoint["data"]:
+        unused.append("the data module")
+    if unused:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have, or has several times: that state is not "
             "used, and later checkpoints lack it. To continue it, give the same callbacks, with the same arguments or "
             "each with a `state_key`, and the same data module. The checkpoints that a callback has written stay, and "
             "are not deleted.",
-            printable(", ".join([*states.ambiguous, *unused])),
+            printable(", ".join(unused)),
         )
 
 
