@@ -85,8 +85,8 @@ class Mutant:
 MUTANTS = (
     # Seven that a review once found to be held by few tests, or by none near them.
     Mutant(
-        "trainer/loop/run.py::Run.is_last_batch",
-        "return length is not None and batch + ahead >= length",
+        "trainer/loop/run.py::Epoch.is_last_batch",
+        "return loader is not None and loader.length is not None and batch >= loader.length",
         "return False",
         "tests/loop/test_step_numbers.py::test_the_last_batches_are_those_of_the_last_window",
     ),
@@ -103,8 +103,8 @@ MUTANTS = (
         "tests/loop/test_step_numbers.py::test_weighted_means_of_two_processes_are_the_mean_of_the_samples",
     ),
     Mutant(
-        "trainer/trainer.py::Trainer.validation_due",
-        "batch += self.progress.batches_before",
+        "trainer/loop/run.py::Epoch.validation_due",
+        "batch += self._progress.batches_before",
         "pass",
         "tests/loop/test_step_numbers.py::test_batches_between_validations_are_counted_over_epochs",
     ),

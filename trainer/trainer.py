@@ -256,7 +256,7 @@ class Trainer:
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
             ends = run.progress.step >= run.clock.last_step or run.clock.coordinator.requested
-            if run.progress.batch > 0 and ends and not self._out_of_epochs(run):
+            if run.progress.batch > 0 and ends and run.progress.epoch < run.clock.last_epoch:
                 self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
                 self._train_epoch(run)
@@ -528,12 +528,12 @@ class Trainer:
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
-        if run.checkpoint_callbacks and not self._out_of_steps_or_epochs(run):
+        if run.checkpoint_callbacks and not run.clock.is_up(run.progress.epoch):
             rehearse_save(run)
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        windows, waiting = self._windows(run), self._schedulers_wait(run)
+        windows, waiting = self._windows(run), run.epoch.schedulers_wait
         progress, clock, guards = run.progress, run.clock, run.guards
         if self._leaves_before_batches(run, windows):
             return
@@ -561,7 +561,7 @@ class Trainer:
         """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
         if run.clock.stops() and self._leaves_epoch(run, windows):
             return True
-        if self.validation_due() and not self._validate(run, once=True):
+        if run.epoch.validation_due() and not self._validate(run, once=True):
             return True
         ends = run.clock.stops() or run.progress.step >= run.clock.last_step
         return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
@@ -588,7 +588,7 @@ class Trainer:
         run.optimizer_averages.train()  # also groups that the hook has added
         run.generators.restore()
         run.progress.epoch_started = True
-        run.epoch.begin_batches(partial(self._validation_interval, run))
+        run.epoch.begin_batches()
 
     def _windows(self, run: Run) -> Iterator[list[Batch]]:
         """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
@@ -753,7 +753,7 @@ class Trainer:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
-        if self._epoch_validates() and not self._validate(run, once=True):
+        if run.epoch.validates_at_end and not self._validate(run, once=True):
             return
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
@@ -784,7 +784,7 @@ class Trainer:
 
     def _validate_inside_epoch(self, run: Run) -> bool:
         """Validate if that is due after the last window, also a window that was left out; returns as `_validate`."""
-        return not self.validation_due() or self._validate(run)
+        return not run.epoch.validation_due() or self._validate(run)
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""
@@ -802,7 +802,7 @@ class Trainer:
         run.metrics.read_losses()
         run.guards.check_numbers(training=True)
         run.generators.restore()  # of a resumed run that has nothing left to train
-        run.clock.take_last_stop(complete=not run.epoch.in_progress and self._out_of_steps_or_epochs(run))
+        run.clock.take_last_stop(complete=not run.epoch.in_progress and run.clock.is_up(run.progress.epoch))
         # The checkpoint comes first: for a run that resumes from it, the epoch and the training end later.
         run.saving_hooks.on_train_end()
         if run.epoch.in_progress and not exit_code(run.clock.stop_reason):
@@ -820,52 +820,17 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        return run.clock.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
-
-    def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return run.clock.is_up(run.progress.epoch)
-
-    def _out_of_epochs(self, run: Run) -> bool:
-        return run.progress.epoch >= run.clock.last_epoch
+        return run.clock.stops() or run.num_training_batches == 0 or run.clock.is_up(run.progress.epoch)
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
         return exit_code(run.clock.stop_reason) != 0 or not run.guards.skipping.is_exhausted(
-            windows, self._epoch_validates()
+            windows, run.epoch.validates_at_end
         )
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
-        run, batch, micro_batches = self._run, self.progress.batch, self.accumulate_grad_batches
-        if run is None or run.epoch.validation_interval is None or batch == 0:
-            return False
-        if run.clock.validations is not None:
-            return run.clock.validations.is_up(self.progress.step)
-        window = self.progress.window or batch % micro_batches or micro_batches
-        if self.settings.check_val_every_n_epoch is None:
-            batch += self.progress.batches_before
-        return batch % run.epoch.validation_interval < window
-
-    def _validation_interval(self, run: Run) -> int | None:
-        """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""
-        interval = self.val_check_interval
-        if not run.loaders.val or not self._epoch_may_validate():
-            return None
-        if run.clock.validations is not None:
-            return 1
-        if isinstance(interval, int):
-            return interval * (self.accumulate_grad_batches if self.settings.accumulate_grad_batches == "auto" else 1)
-        return None if interval == 1.0 else max(1, int((run.num_training_batches or 1) * interval))
-
-    def _epoch_validates(self) -> bool:
-        """Return True if validation is due at the end of this epoch."""
-        interval, by_time = self.val_check_interval, self.run.clock.validations is not None
-        whole_epoch = isinstance(interval, float) and interval == 1.0 and not by_time
-        return bool(self.val_loaders) and whole_epoch and self._epoch_may_validate()
-
-    def _epoch_may_validate(self) -> bool:
-        every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch or 1
-        return (self.progress.epoch + 1) % every == 0
+        return self._run is not None and self._run.epoch.validation_due()
 
     def _step_schedulers(self, run: Run, interval: str, count: int, on_plateau: bool | None = False) -> None:
         """Step the schedulers that are due: those without a monitored value, those with one, or (None) all.
@@ -877,7 +842,7 @@ class Trainer:
                 continue
             value = None
             if config.reduce_on_plateau:
-                if on_plateau is None and self._is_to_be_validated(run):
+                if on_plateau is None and run.epoch.is_validated_next:
                     continue
                 value = run.values.new_value(config)
                 if value is None:
@@ -887,19 +852,6 @@ class Trainer:
                 config.step_known_groups(run.module.lr_scheduler_step, value)
             else:
                 run.module.lr_scheduler_step(config.scheduler, value)
-
-    def _is_to_be_validated(self, run: Run) -> bool:
-        """Return True if the step that has just ended is followed by a validation."""
-        ends_epoch = run.progress.batch == run.num_training_batches or self._schedulers_wait(run)
-        return self.validation_due() or (ends_epoch and self._epoch_validates())
-
-    def _schedulers_wait(self, run: Run) -> bool:
-        """Return True if schedulers of steps wait, for the next window or the validation at the epoch's end.
-
-        It is not known which comes next if each process reads its own stream of data.
-        """
-        assert run.train_loader is not None
-        return run.train_loader.samples_per_epoch is None and self._epoch_validates()
 
     def _step_waiting_schedulers(self, run: Run) -> None:
         """Step the schedulers with interval "step" that monitor a value and have waited; once for each value."""
@@ -1088,7 +1040,7 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch in progress, or the one that has just ended, is the last of its epoch."""
-        return self._last.is_last_batch
+        return self._run is not None and self._run.epoch.is_last_batch
 
     @property
     def ckpt_path(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import pairwise
@@ -108,24 +108,31 @@ class Session:
 
 
 class Epoch:
-    """The epoch in progress, and its windows.
+    """The epoch in progress: its windows of micro-batches, and the validations in it and at its end.
 
     Args:
-        progress, strategy, loaders, metrics, guards: of the run.
+        config, session, strategy, loaders, metrics, guards, clock: of the run.
     """
 
     in_progress = False
     """True from `on_train_epoch_start` to the end of the epoch."""
     validation_interval: int | None = None
     """Micro-batches between two validations inside this epoch; None: no validation inside it."""
-    _windows_before = 0
-    """The windows that were begun before this epoch and are no steps of it."""
+    _dropped_windows = 0
+    """The windows that were begun before this epoch and did not become steps."""
 
     def __init__(
-        self, progress: Progress, strategy: Strategy, loaders: Loaders, metrics: MetricLog, guards: Guards
+        self,
+        config: ResolvedConfig,
+        session: Session,
+        strategy: Strategy,
+        loaders: Loaders,
+        metrics: MetricLog,
+        guards: Guards,
+        clock: Clock,
     ) -> None:
-        self._progress, self._strategy, self._loaders = progress, strategy, loaders
-        self._metrics, self._guards = metrics, guards
+        self._config, self._session, self._progress, self._strategy = config, session, session.progress, strategy
+        self._loaders, self._metrics, self._guards, self._clock = loaders, metrics, guards, clock
 
     def begin(self) -> None:
         """Begin an epoch, or continue inside of one."""
@@ -136,28 +143,14 @@ class Epoch:
         if self._progress.batch == 0 and self._loaders.train is not None:
             self._loaders.train.measure()
 
-    def begin_batches(self, validation_interval: Callable[[], int | None]) -> None:
+    def begin_batches(self) -> None:
         """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
         loader, processes = self._loaders.train, self._strategy.processes
-        if loader is not None:
-            loader.measure(self._progress.epoch, self._progress.batch)
-            if processes.world_size > 1:
-                loader.agree_on_length(processes.all_gather_object(loader.length))
-        self.validation_interval = validation_interval()
-
-    @property
-    def inside_window(self) -> bool:
-        """Whether a step has begun and is not complete."""
-        return self.in_progress and self._windows_without_step > self._windows_before
-
-    def drop_window(self) -> None:
-        """Take the windows that have begun as over: none of them becomes a step any more."""
-        self._windows_before = self._windows_without_step
-
-    @property
-    def _windows_without_step(self) -> int:
-        """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
-        return self._metrics.window - self._metrics.repeats - self._progress.step - self._guards.refused
+        assert loader is not None
+        loader.measure(self._progress.epoch, self._progress.batch)
+        if processes.world_size > 1:
+            loader.agree_on_length(processes.all_gather_object(loader.length))
+        self.validation_interval = self._validation_interval(loader.length or 1)
 
     def end(self) -> None:
         """Count the epoch, which is complete."""
@@ -167,6 +160,86 @@ class Epoch:
     def leave(self) -> None:
         """Leave the epoch incomplete, because the run goes back to a checkpoint."""
         self.in_progress = False
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def inside_window(self) -> bool:
+        """Whether a step has begun and is not complete."""
+        return self.in_progress and self._windows_without_step > self._dropped_windows
+
+    def drop_window(self) -> None:
+        """Drop the windows that have begun: none of them becomes a step any more."""
+        self._dropped_windows = self._windows_without_step
+
+    @property
+    def _windows_without_step(self) -> int:
+        """The windows that have begun and are not steps yet; refused ones, which never will be, do not count."""
+        return self._metrics.window - self._metrics.repeats - self._progress.step - self._guards.refused
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
+        loader, batch = self._loaders.train, self._progress.batch
+        if self.inside_window:
+            batch += self._session.accumulate_grad_batches
+        return loader is not None and loader.length is not None and batch >= loader.length
+
+    # -- validations ---------------------------------------------------------------------------------------------------
+
+    def validation_due(self) -> bool:
+        """Return True if val_check_interval asks for validation after the last window."""
+        batch, micro_batches = self._progress.batch, self._session.accumulate_grad_batches
+        if self.validation_interval is None or batch == 0:
+            return False
+        if self._clock.validations is not None:
+            return self._clock.validations.is_up(self._progress.step)
+        window = self._progress.window or batch % micro_batches or micro_batches
+        if self._config.settings.check_val_every_n_epoch is None:
+            batch += self._progress.batches_before
+        return batch % self.validation_interval < window
+
+    def _validation_interval(self, length: int) -> int | None:
+        """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""
+        interval = self._config.val_check_interval
+        if not self._may_validate:
+            return None
+        if self._clock.validations is not None:
+            return 1
+        if isinstance(interval, float):
+            return None if interval == 1.0 else max(1, int(length * interval))
+        by_split_batches = self._config.settings.accumulate_grad_batches == "auto"
+        return interval * self._session.accumulate_grad_batches if by_split_batches else interval
+
+    @property
+    def validates_at_end(self) -> bool:
+        """Whether validation is due at the end of this epoch."""
+        interval = self._config.val_check_interval
+        whole_epoch = isinstance(interval, float) and interval == 1.0 and self._clock.validations is None
+        return whole_epoch and self._may_validate
+
+    @property
+    def _may_validate(self) -> bool:
+        """Whether this epoch is one of those with validations."""
+        settings = self._config.settings
+        every = 1 if settings.fast_dev_run else settings.check_val_every_n_epoch or 1
+        return bool(self._loaders.val) and (self._progress.epoch + 1) % every == 0
+
+    @property
+    def is_validated_next(self) -> bool:
+        """Whether the step that has just ended is followed by a validation."""
+        loader = self._loaders.train
+        ends = loader is not None and self._progress.batch == loader.length
+        return self.validation_due() or (ends and self.validates_at_end) or self.schedulers_wait
+
+    @property
+    def schedulers_wait(self) -> bool:
+        """Whether schedulers of steps wait, for the next window or the validation at the epoch's end.
+
+        It is not known which comes next if each process reads its own stream of data.
+        """
+        assert self._loaders.train is not None
+        return self._loaders.train.samples_per_epoch is None and self.validates_at_end
 
 
 class Run:
@@ -237,7 +310,7 @@ class Run:
         self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
         self.loaders = Loaders()
         self.clock = Clock(config, self.strategy, self.progress, self.loaders)
-        self.epoch = Epoch(self.progress, self.strategy, self.loaders, self.metrics, self.guards)
+        self.epoch = Epoch(config, session, self.strategy, self.loaders, self.metrics, self.guards, self.clock)
         self.values = LoggedValues(
             config,
             session.latest,
@@ -371,13 +444,6 @@ class Run:
         """The callback that decides about bad steps."""
         return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
 
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
-        length, batch = self.num_training_batches, self.progress.batch
-        ahead = self.session.accumulate_grad_batches if self.epoch.inside_window else 0
-        return length is not None and batch + ahead >= length
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def tear_down(self) -> None:
@@ -485,7 +551,6 @@ class NoRun:
     """The run of a trainer that has none yet: what its attributes show."""
 
     stage: str | None = None
-    is_last_batch = False
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
     activity = Activity(None)
