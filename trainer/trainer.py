@@ -523,7 +523,7 @@ class Trainer:
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
-        run.optimize_by_hand(self._manual_optimization)
+        run.keep_waiting_gradients(self._manual_optimization)
         run.bind_step()
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
@@ -1044,7 +1044,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the run was started; None without one."""
+        """The checkpoint that the run has started from; None without one."""
         return None if self._last.resumed_from is None else str(self._last.resumed_from)
 
     @property

@@ -1,4 +1,4 @@
-"""Guards: all that watches the steps of one run."""
+"""Guards: the watchers of a run's steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Guards:
-    """The watchers of a run's steps, which do not know the run.
+    """All watchers of a run's steps. They do not know the run.
 
     Args:
         module, strategy, progress, metrics: of the run.
@@ -60,7 +60,7 @@ class Guards:
         self._optimizers: list[Optimizer] = []
 
     def watch_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Watch what these optimizers train, and their options on several processes."""
+        """Watch the parameters of these optimizers, and on several processes their options."""
         self._optimizers = optimizers
         if self._strategy.processes.world_size > 1:
             self.options.begin(optimizers)
@@ -81,7 +81,7 @@ class Guards:
         """Watch the steps, with the methods that the module has after the first hooks.
 
         Args:
-            hooks, loaders: those of training.
+            hooks, loaders: of the training.
             closure_needed: the optimizer evaluates the loss several times per step.
         """
         if self._strategy.processes.world_size > 1:

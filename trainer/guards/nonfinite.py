@@ -49,12 +49,12 @@ class NonFiniteMonitor:
         """The names of validations' values that a warning has named."""
         self._gradients_seen = False
         self._first_step = 0
-        """The step at which the run begins."""
+        """The first step of the run."""
         self._state: StateMonitor | None = None
         self._averages: Callable[[], Mapping[str, Any]] = dict
 
     def begin_training(self, optimizers: list[Optimizer], schedulers: list[dict[str, Any]], saves: bool) -> None:
-        """Check the weights with which training begins. Call this when they are restored.
+        """Check the weights before training. Call this once they are restored.
 
         Args:
             optimizers: the optimizers whose states were restored.
@@ -135,7 +135,7 @@ class NonFiniteMonitor:
         module = self._module
         trained = parameters_of(optimizers)
         inside = {id(parameter) for parameter in module.parameters()}
-        # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none; a process may hold none.
+        # DeepSpeed's optimizers hold separate flat parameters, or none between two steps; a process may hold none.
         known = all(id(p) in inside for p in trained) and not all(isinstance(p, AbsentParameter) for p in trained)
         if not known or not module.automatic_optimization or any(p.grad is not None for p in trained):
             return
@@ -150,13 +150,13 @@ class StateMonitor:
     """Finds tensors of weights, optimizers and callbacks, and numbers of optimizers and schedulers, that are not
     finite, except those that were not finite when training began.
 
-    Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
-    the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
+    A buffer that is registered while training, such as a mask of -inf made in the first forward, is excepted, too. In
+    excepted tensors new NaNs are reported, but not new infinities, because masks may grow.
 
     Args:
         module, strategy: of the run.
-        optimizers: those whose states come from a checkpoint.
-        schedulers: their states; a plateau's best value is infinite at the start.
+        optimizers: the optimizers whose states come from a checkpoint.
+        schedulers: the schedulers' states; a plateau's best value is infinite at the start.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ OF_STEP = ("optimizer_step", "optimizer_zero_grad")
 
 
 class SteppedOptimizer:
-    """The optimizer that an override of `optimizer_step` gets; other attributes are those of torch's.
+    """The optimizer that an override of `optimizer_step` gets; its other attributes are torch's.
 
-    `step` clips and steps through the strategy, and returns what the closure does: the loss, computed already.
+    `step` clips and steps through the strategy, and returns the closure's result: the loss, computed already.
     """
 
     def __init__(self, optimizer: Optimizer, prepare: Callable[[Optimizer], None], step: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Notice parameters that a run freezes, unfreezes, replaces or adds, and have all processes train the same ones."""
+"""Notice parameters that a run freezes, unfreezes, replaces or adds, and have all processes train the same."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TrainableParameters:
         raised_in = frame.f_globals.get("__name__", "").split(".")[0]
         try:
             return self._changed_within() if raised_in in ("torch", "deepspeed") and self._have_changed() else None
-        except ConfigError as change:  # the strategy's words for it
+        except ConfigError as change:  # raised by the strategy for the change
             return change
 
     def _changed_within(self) -> ConfigError:
@@ -109,7 +109,7 @@ class TrainableParameters:
         self._remember()
 
     def _changes(self) -> str:
-        """Return the changes in words, with the names of the parameters."""
+        """Return the changes as a text with the names of the parameters."""
         now = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
         changes = {
             **self._tables.changes(),
@@ -122,7 +122,7 @@ class TrainableParameters:
 class NewParameters:
     """Warns of parameters that came while a single process trains, and that no optimizer has.
 
-    Several processes refuse them, since they would differ; on one a callback may train them itself.
+    Several processes refuse such parameters, since they would differ; on one process a callback may train them.
     """
 
     def __init__(self, module: TrainModule, optimizers: list[Optimizer]) -> None:

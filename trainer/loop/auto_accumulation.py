@@ -23,13 +23,13 @@ from trainer.module import TrainModule
 log = logging.getLogger("trainer")
 
 FIRST_BATCHES = 16
-"""Number of batches at the start of an epoch of which the largest is tried."""
+"""Number of batches at the start of an epoch; the largest of them is tried."""
 STATE_OF_ADAM = 2
-"""Largest number of values that an optimizer keeps for each parameter, from its first step on."""
+"""Values for each parameter in the state of Adam, the largest state of a common optimizer."""
 
 
 def split_batches(run: Run) -> None:
-    """Split the training batches into micro-batches of the size that fits, if that has been found.
+    """Split the training batches into micro-batches of the size that fits, once that is known.
 
     Raises:
         ConfigError: the batches cannot be split.
@@ -44,7 +44,7 @@ def split_batches(run: Run) -> None:
 def find_fitting_batches(run: Run) -> None:
     """Try a forward and backward of the largest batch, and split batches if it does not fit on every process.
 
-    Leaves weights, gradients, random numbers, samplers, and the module's buffers and attributes as they were.
+    Leaves weights, gradients, random numbers, samplers, and the module's buffers and attributes unchanged.
     Collective.
 
     Raises:
@@ -123,7 +123,7 @@ def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
 
 
 def _copy_sharing_weights(module: TrainModule) -> TrainModule:
-    """Return a copy of the module that shares the memory of its weights, so that a trial changes nothing of it."""
+    """Return a copy of the module for a trial, which shares only the memory of its weights."""
     shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
     copied = deepcopy_with_functions(module, shared)
     copied.attach(module.trainer)
@@ -131,6 +131,6 @@ def _copy_sharing_weights(module: TrainModule) -> TrainModule:
 
 
 def _limit(run: Run) -> int | None:
-    """Return the bytes that a trial may take on a CPU, where no allocation fails in time; None: no limit."""
+    """Return the bytes that a trial may take on a CPU, where allocations do not fail in time; None: no limit."""
     free = free_memory() if run.strategy.device.type == "cpu" else None
     return None if free is None else free * 9 // 10 // detect_environment().local_world_size

@@ -27,7 +27,7 @@ from trainer.strategy import eval_mode, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-_TO_ITS_END = Staying()
+_COMPLETE = Staying()
 
 
 class StageHooks(NamedTuple):
@@ -125,7 +125,7 @@ def evaluate(
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
-    leaving: Staying = _TO_ITS_END,
+    leaving: Staying = _COMPLETE,
 ) -> list[dict[str, float]]:
     """Run validation or test over all loaders; return the reductions by name, in a dict for each loader.
 
@@ -138,9 +138,9 @@ def evaluate(
         hooks: of the stage.
         loaders: the loaders by name.
         no_gradients: the context without gradients.
-        log_results: with False, only callbacks see the logged values.
+        log_results: send the values to the loggers; False: only callbacks see them.
         max_batches: of each loader; None: all.
-        leaving: may end the evaluation where the run is stopped, without results.
+        leaving: may end the evaluation early, without results, if the run is stopped.
     """
     module, metrics, scope = run.module, run.metrics, MetricScope(batches=True, steps=False)
     for loader in loaders.values():
@@ -167,13 +167,13 @@ def evaluate(
                 found.append(metrics.read_epoch(scope))
                 if len(loaders) > 1:
                     metrics.reset_computed()
-            # Not before all loaders are done: an evaluation that is left comes again.
+            # Only when all loaders are done, because an evaluation that is left is repeated.
             for number, values in enumerate((*found, metrics.read_overall(scope))):
                 publish(values, results[number : number + 1])
         run.strategy.release_gathered()
         if run.strategy.processes.world_size > 1:
             metrics.fill_empty_lists()
-        # Kept apart from the values of the training around the evaluation.
+        # Separate from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
         with metrics.latest_including(closing), metrics.recording(closing):
             hooks.epoch_end()
@@ -227,7 +227,7 @@ def run_batches(
     loader: BatchLoader,
     dataloader_idx: int,
     max_batches: int | None = None,
-    leaving: Staying = _TO_ITS_END,
+    leaving: Staying = _COMPLETE,
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
     metrics, transfer = run.metrics, run.transfer(dataloader_idx)

@@ -43,7 +43,7 @@ def refuse_data(loaders: Any, stage: str) -> None:
 
 
 def make_loaders(run: Run, given: dict[str, Any]) -> None:
-    """Make the run's loaders from those `given`, by stage, or those of the data module or module.
+    """Make the run's loaders from the ones `given`, by stage, or from the data module's or module's.
 
     Raises:
         ConfigError: a loader is missing or empty.
@@ -86,7 +86,7 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
 
 
 def _check_loader_index(run: Run) -> None:
-    """Check that a step gets the index of one of several loaders: only what it takes by position is passed to it.
+    """Check that a step can take the index of one of several loaders, which is passed by position.
 
     Raises:
         ConfigError: it takes the index by keyword only.
@@ -137,12 +137,12 @@ def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str,
     named = named_loaders(loaders) if limit != 0 else {}
     train = run.loaders.given.get("train")
     if isinstance(train, DataLoader) and not is_plain(train):
-        named = {name: _apart(train) if loader is train else loader for name, loader in named.items()}
+        named = {name: _separate_copy(train) if loader is train else loader for name, loader in named.items()}
     return {name: _batch_loader(run, loader, name, limit, training=False) for name, loader in named.items()}
 
 
-def _apart(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy over the same dataset, because a loader with a state has one place, that of its newest iterator."""
+def _separate_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy over the same dataset: a loader with a state knows only the place of its newest iterator."""
     same = copy(loader)
     parts = deepcopy((loader.sampler, loader.batch_sampler), {id(loader.dataset): loader.dataset})
     vars(same).update(sampler=parts[0], batch_sampler=parts[1], _iterator=None)
@@ -166,7 +166,7 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
 
 
 def _require(run: Run, loaders: Any, argument: str, method: str) -> None:
-    """Raise ConfigError for a loader that is missing, or is none."""
+    """Raise ConfigError for a loader that is missing or yields no batches."""
     if loaders is None:
         raise _no_loader(run, argument, method)
     refuse_data(loaders, run.stage)

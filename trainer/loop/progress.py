@@ -56,13 +56,17 @@ class Progress:
         self.validated_step = self.step
 
     def split_batches(self, parts: int) -> None:
-        """Count in parts of the batches that were counted so far."""
+        """Count the parts of batches from now on, instead of whole batches."""
         self.batch *= parts
         self.window *= parts
         self.batches_before *= parts
 
     def count_in_batches(self, batch: int, before: int, now: int) -> None:
-        """Count in micro-batches of `now` samples what was counted in those of `before`; `batch` are of this epoch."""
+        """Turn the counters from micro-batches of `before` samples into micro-batches of `now`.
+
+        Args:
+            batch: the micro-batches of this epoch.
+        """
         self.batch, self.window, self.batches_before = batch, 0, self.batches_before * before // now
 
     def next_epoch(self) -> None:
@@ -72,7 +76,7 @@ class Progress:
         self.epoch_started = self.epoch_ended = False
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Take the counters of a checkpoint with which a run goes on: after an epoch's end those of the next one."""
+        """Take the counters of a checkpoint to continue from; after the end of an epoch, begin the next one."""
         self.load_state_dict(state)
         if self.epoch_ended:
             self.next_epoch()
@@ -190,7 +194,7 @@ class LoaderEpochs:
         self._reload = reload
 
     def reload_if_due(self) -> None:
-        """Make new loaders if the loaders are those of an earlier epoch. Collective."""
+        """Make new loaders if the present ones were made for another epoch. Collective."""
         if self.of(self._progress.epoch) != self._generators.epoch_of_loaders:
             self._generators.begin_loaders()
             self._reload()
@@ -207,7 +211,7 @@ class LoaderEpochs:
 
 
 class ValidationClock:
-    """Says, by the clock of rank 0, after which steps the time between two validations is over.
+    """Says, by the clock of rank 0, after which steps validation is due.
 
     Args:
         seconds: between two validations.
@@ -240,12 +244,12 @@ class Clock:
     """
 
     stop_reason: str | None = None
-    """The reason for which all processes stop; None: they go on."""
+    """The reason why all processes stop; None: they continue."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     ends = False
-    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
-    saved then is the end of the training."""
+    """True from the last hooks of the last epoch or of training on: checkpoints hold the end of the training. False if
+    the run is to be started again."""
     shutting_down = False
     """True while only the last collective of the run is left."""
     interrupted = False
@@ -265,14 +269,14 @@ class Clock:
         self.last_step = math.inf if last_step is None else last_step
         """The step after which training ends, if nothing ends it before."""
         self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
-        """The number of epochs after which it does."""
+        """The number of epochs after which training ends, if nothing ends it before."""
 
     def listen(self, begun: Callable[[], int], signals: bool) -> None:
         """Listen for stops and failures of the processes, and check their collective calls; see `listen`."""
         self.coordinator = listen(self._strategy.processes, begun, signals)
 
     def postpone(self, reason: str | None) -> None:
-        """Keep the reason of a stop, of a checkpoint, that waits for `min_epochs` and `min_steps`."""
+        """Restore a checkpoint's request to stop, which waits for `min_epochs` and `min_steps`."""
         self.postponed_stop = reason
 
     def interrupt(self) -> None:
@@ -314,19 +318,19 @@ class Clock:
         return self.stop_reason is not None
 
     def is_up(self, epochs: int) -> bool:
-        """Whether the steps that are done, or so many epochs, are all that is to be trained."""
+        """Whether the training is complete, with the steps done so far and this number of epochs."""
         return self._progress.step >= self.last_step or epochs >= self.last_epoch
 
     def decide_end(self) -> None:
-        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one."""
+        """Decide at the end of an epoch, before its checkpoint is written, whether it is the last one."""
         ends = self.stops() or self.is_up(self._progress.epoch + 1)
         self.ends = ends and not exit_code(self.stop_reason)
 
     def take_last_stop(self, complete: bool) -> None:
-        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
+        """Wait until all processes have trained, and stop if one of them was asked to.
 
         Args:
-            complete: nothing is left to train: it need not be started again.
+            complete: nothing is left to train, so the run need not be started again.
         """
         processes = self._strategy.processes
         if self.stop_reason is None:

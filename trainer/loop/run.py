@@ -21,7 +21,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.fault_tolerance.collective_check import require_same_call
-from trainer.guards.gradient_norms import clipping_finds_it
+from trainer.guards.gradient_norms import clipping_finds_norm
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
@@ -48,10 +48,10 @@ log = logging.getLogger("trainer")
 
 
 class WaitingGradients(Protocol):
-    """Knows of the gradients that a later step of a manual optimization uses."""
+    """Knows which gradients a later step of a manual optimization uses."""
 
     synced: bool
-    """False if the last gradients are sums of each process alone."""
+    """False if the last gradients are not reduced over processes yet."""
 
     def wait_for(self, optimizer: Optimizer) -> bool: ...
 
@@ -65,7 +65,7 @@ class Session:
         self.progress = Progress()
         self.has_fit = False
         self.accumulate_grad_batches = self.configured_window = settings.window
-        """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
+        """Micro-batches of the next window; and of the first window of each `fit`, as set outside of a run."""
         self.fitting_samples: int | None = None
         """Samples of a micro-batch that fits, with accumulate_grad_batches="auto"; None: not known yet."""
         self.training_batches: int | None = None
@@ -75,13 +75,13 @@ class Session:
         self.named_run: Path | None = None
         """The directory of the run that "last" and "best" mean; None: the newest below `default_root_dir`."""
         self.began: int | None = None
-        """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
+        """The time at which the run directory's first `fit` began, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.latest = LatestValues()
 
     def argument(self, name: str, value: str | list[str]) -> str:
-        """Return an argument of `fit` as it is typed: `ckpt_path='last'`; for a command, `--ckpt-path last`."""
+        """Return an argument of `fit` as the user types it: `ckpt_path='last'`, or `--ckpt-path last` for a command."""
         if self.config_text is None:
             return f"{name}={value!r}"
         return f"--{name.replace('_', '-')} {value if isinstance(value, str) else ' '.join(value)}"
@@ -99,11 +99,11 @@ class Session:
         self.began = nanoseconds
 
     def remember_fitting(self, samples: int) -> None:
-        """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""
+        """Split batches into micro-batches of this many samples, in this `fit` and in runs from its checkpoints."""
         self.fitting_samples = samples
 
     def split_into(self, parts: int) -> None:
-        """Take this number of micro-batches for a step: the parts of one batch."""
+        """Make a step from this number of micro-batches, the parts of one batch."""
         self.accumulate_grad_batches = parts
 
 
@@ -245,12 +245,15 @@ class Epoch:
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
-    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its
-    data, `step` is what each step calls. Devices are known when the processes have met, layers when `configure_model`
-    has run, optimizers when the layers are on their device, and this user code sees the run as far as it is set up: so
-    the methods under "set-up" complete it, in running order, and nothing else assigns to its attributes. A run does not
-    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
+    Each part of a run has one task, and does not know the run. `session` outlives it; `progress` counts; `activity`
+    and `epoch` say what is in progress, and `clock` when the run ends; `guards` watch the steps; `loaders` and
+    `loader_epochs` give the data, `generators` the random numbers; `metrics` record values, and `values` pass them on;
+    `saves` are the checkpoints that wait; `step` is what each step calls.
+
+    Devices are known when the processes have met, layers when `configure_model` has run, and optimizers when the layers
+    are on their device. User code sees an unfinished run, so the methods under "set-up" complete it in running order;
+    nothing else assigns to its attributes. A run does not know the Trainer: the trainer is bound to its hooks as their
+    first argument, see `CallbackList`.
     """
 
     transfer: Transfer
@@ -258,23 +261,23 @@ class Run:
     step: Step
     """The calls of each step. Known when training begins."""
     hook_changes: HookChanges
-    """The changes that hooks make to the model and its optimizers. Known from `note_beginning` on."""
+    """The changes that hooks make to the model and its optimizers. Known from `track_hook_changes` on."""
     manual: WaitingGradients | None = None
-    """Says, in manual optimization, which gradients wait for a later step; None: each step uses its gradients."""
+    """The gradients that wait for a later step, in manual optimization; None: each step uses its gradients."""
     checks_states = False
-    """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
+    """True until the optimizers have states that a checkpoint was found to hold."""
     closure_needed = False
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     has_weights = False
-    """True when the strategy has the module, with the weights that the run begins with."""
+    """True once the strategy has the module, with its first weights."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts with which a resumed run is compared, see runs/facts.py."""
+    """Facts to compare with a resumed run; see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     resumed_from: StoragePath | None = None
-    """The checkpoint from which the run was started."""
+    """The checkpoint that the run has started from."""
     _torn_down = False
 
     def __init__(
@@ -288,6 +291,9 @@ class Run:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
         self.session, self.stage, self.pid = session, stage, os.getpid()
         self.module, self.datamodule = module, datamodule
+        self._with_hyperparameters: dict[str, TrainModule | DataModule] = {"module": module}
+        if datamodule is not None:
+            self._with_hyperparameters["data"] = datamodule
         self.callbacks: list[Callback] = config.callbacks
         self.loggers = config.loggers
         self.hooks = CallbackList([])
@@ -333,7 +339,7 @@ class Run:
     # -- set-up, in running order --------------------------------------------------------------------------------------
 
     def bind_hooks(self, caller: object) -> None:
-        """Bind the hooks of the given callbacks, for an error of the set-up: the module's are not known yet.
+        """Bind the hooks of the given callbacks, for errors before the module's callbacks are known.
 
         Args:
             caller: the first argument of hooks.
@@ -341,7 +347,7 @@ class Run:
         self.hooks = CallbackList(self.callbacks, caller, self.module)
 
     def connect_callbacks(self, caller: object) -> None:
-        """Add the module's callbacks, and bind all hooks to `caller`, their first argument, and the module."""
+        """Add the module's callbacks, and bind all hooks to their first arguments: `caller` and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
         self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
@@ -357,17 +363,17 @@ class Run:
         # No signal handlers in an evaluation, which has nothing to save.
         self.clock.listen(self._collectives, signals=self.stage == "fit")
 
-    def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
+    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
         self.session.run_dir, self.resumed_from = run_dir, checkpoint
 
     def seed_processes(self, seed: int) -> None:
-        """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
+        """Seed the generators, by reader; initial weights are equal on all if the user has given a seed."""
         self.session.seed = seed
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts with which a resumed run is compared, as soon as they are known."""
+        """Add facts to compare with a resumed run, once they are known."""
         self.facts = {**self.facts, **facts}
 
     def replace_changing_facts(
@@ -391,21 +397,20 @@ class Run:
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
 
-    def optimize_by_hand(self, manual: WaitingGradients) -> None:
-        """Save the gradients that wait, if `training_step` calls backward and steps the optimizers."""
+    def keep_waiting_gradients(self, manual: WaitingGradients) -> None:
+        """Have checkpoints hold the gradients that wait, with manual optimization."""
         self.manual = None if self.module.automatic_optimization else manual
 
-    def note_beginning(self, cleanup: ExitStack) -> None:
-        """Note the module and the optimizers as they are before a checkpoint is restored and hooks change them, and,
-        in the end, as they are then."""
+    def track_hook_changes(self, cleanup: ExitStack) -> None:
+        """Remember the module and the optimizers before a checkpoint or a hook changes them, and again at the end."""
         scheduled = any(isinstance(callback, AccumulationSchedule) for callback in self.callbacks)
         fixed = scheduled or self.settings.accumulate_grad_batches == "auto"
         others = {} if fixed else {"trainer.accumulate_grad_batches": self.session}
         self.hook_changes = HookChanges(self.module, self.optimizers, others)
         cleanup.callback(self.hook_changes.end)
 
-    def take_weights(self) -> None:
-        """Let users gather, change and save weights from now on."""
+    def allow_weights(self) -> None:
+        """Allow users to gather, change and save weights from now on."""
         self.has_weights = True
 
     def watch_numbers(self) -> None:
@@ -416,7 +421,7 @@ class Run:
         self.guards.nonfinite.begin_training(restored, schedulers, saves)
 
     def mark_states_checked(self) -> None:
-        """Note that a checkpoint can hold the optimizers' states."""
+        """Remember that a checkpoint can hold the optimizers' states."""
         self.checks_states = False
 
     def _collectives(self) -> int:
@@ -426,22 +431,22 @@ class Run:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """Train from now on, by the methods that the module has after the first hooks."""
+        """Begin to train, with the methods that the module has after the first hooks."""
         self.times.begin()
         self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
         self.guards.begin_training(self.hooks, self.loaders, self.closure_needed)
         if self.step_guard is not None:
-            measures = not clipping_finds_it(self.settings, self.module)
+            measures = not clipping_finds_norm(self.settings, self.module)
             self.guards.judge_steps(self.step_guard, self.loaders, measures)
 
     def bind_step(self) -> None:
-        """Bind what each step calls, with the methods that the module has by now."""
+        """Bind the calls of each step, with the methods that the module has now."""
         self.step = Step(self)
 
     @property
     def step_guard(self) -> StepGuard | None:
-        """The callback that decides about bad steps."""
+        """The callback that decides what to do about bad steps."""
         return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -458,7 +463,7 @@ class Run:
             logger.finalize("failed" if self.clock.interrupted else "success")
 
     def end(self) -> None:
-        """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
+        """End the run: nothing can be logged any more. Module and data module stay attached to the trainer."""
         self.session.stage = None
         self.activity.end()
         self.metrics.end("the run has ended: log inside of fit, validate or test.")
@@ -476,11 +481,11 @@ class Run:
     @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of one epoch on this process; None: unknown."""
-        return self.train_loader.length if self.train_loader is not None else None
+        return None if self.loaders.train is None else self.loaders.train.length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Total steps of `fit`, for schedules; `math.inf` without a known end."""
+        """Total steps of `fit`, for schedules; `math.inf` if its end is not known."""
         if self.stage == "fit":
             self.loaders.needed()
         max_epochs, max_steps = self.config.max_epochs, self.config.max_steps
@@ -496,7 +501,7 @@ class Run:
         return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
 
     def _owners(self) -> dict[str, Any]:
-        """Return the objects of the user's that may hold random generators, by name."""
+        """Return the user's objects that may hold random generators, by name."""
         of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
         of_callbacks = {OF_CALLBACK + key: one for key, one in callbacks_by_state_key(self.callbacks).items()}
         of_data = {} if self.datamodule is None else {"data module": self.datamodule}
@@ -512,27 +517,28 @@ class Run:
 
     @cached_property
     def processing_files(self) -> dict[str, str]:
-        """The files of a tokenizer or processor of the module or data module; see `processing_files`."""
-        return processing_files([one for one in (self.module, self.datamodule) if one is not None])
+        """The files of a tokenizer or processor in the module or data module; see `processing_files`."""
+        return processing_files([*self._with_hyperparameters.values()])
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters of module and data module."""
-        owners = self._with_hyperparameters()
-        stored = {name: stored_hyperparameters(one.hparams) for name, one in owners.items()}
-        inside = {name: vars(one).get("_hparams_inside", {}) for name, one in owners.items()}
-        named = {name: next(iter(of)) if len(of) == 1 else of for name, of in inside.items() if any(of)}
-        kinds = {name: kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
-        none: dict[str, Any] = {"module": {}, "data": {}}
-        return {**none, **stored, **({"arguments": named} if named else {}), "kinds": {**none, **kinds}}
-
-    def _with_hyperparameters(self) -> dict[str, Any]:
-        return {"module": self.module} if self.datamodule is None else {"module": self.module, "data": self.datamodule}
+        """Return the hyperparameters of module and data module, as a checkpoint stores them."""
+        stored: dict[str, Any] = {"module": {}, "data": {}}
+        kinds: dict[str, Any] = {"module": {}, "data": {}}
+        named: dict[str, Any] = {}
+        for name, one in self._with_hyperparameters.items():
+            stored[name], kinds[name] = stored_hyperparameters(one.hparams), kinds_of_hyperparameters(one.hparams)
+            inside = vars(one).get("_hparams_inside", {})
+            if any(inside):
+                named[name] = next(iter(inside)) if len(inside) == 1 else inside
+        return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""
-        kept, owners = self.hyperparameters(), self._with_hyperparameters()
-        shown = [name for name, one in owners.items() if vars(one).get("_hparams_for_loggers", True)]
-        return {name: kept[name] if name in shown else {} for name in ("module", "data")}
+        """Return the hyperparameters for the loggers: none from `save_hyperparameters(logger=False)`."""
+        kept = self.hyperparameters()
+        for name, one in self._with_hyperparameters.items():
+            if not vars(one).get("_hparams_for_loggers", True):
+                kept[name] = {}
+        return {"module": kept["module"], "data": kept["data"]}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -548,7 +554,7 @@ class Run:
 
 
 class NoRun:
-    """The run of a trainer that has none yet: what its attributes show."""
+    """Stands for the run of a trainer that has not run yet."""
 
     stage: str | None = None
     datamodule: DataModule | None = None

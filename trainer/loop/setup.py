@@ -111,7 +111,7 @@ def start_run(
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
         allow_changes: names of `GROUPS` in `runs/facts.py`, which may differ from the run that wrote the checkpoint.
-        weights: pretrained weights with which `fit` starts, where there is no checkpoint.
+        weights: pretrained weights to start `fit` from, unless there is a checkpoint.
     """
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)
     start_processes(config)
@@ -145,7 +145,7 @@ def start_run(
             run.loader_epochs.call_when_due(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
-            run.note_beginning(cleanup)
+            run.track_hook_changes(cleanup)
             restore_training(run, checkpoint)
             if stage == "fit":
                 find_fitting_batches(run)
@@ -194,10 +194,10 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     strategy, session = run.strategy, run.session
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
-    run.locate(run_dir, path)
+    run.set_paths(run_dir, path)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
-    run.locate(run_dir, path)
+    run.set_paths(run_dir, path)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
         if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
@@ -212,7 +212,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
 
 
 def note_configuration(run: Run) -> None:
-    """Write the configuration into the run directory, or, of a run that was started from Python, say where that is."""
+    """Write the configuration into the run directory; log the directory of a run that was started from Python."""
     if run.session.config_text is not None:  # then the command line names it at the end
         replace_notes(run.session.run_dir / "config.yaml", run.session.config_text.encode())
     elif run.loggers or run.checkpoint_callbacks:
@@ -279,7 +279,7 @@ def build_module(
             refuse_adapters_of_other_weights(module, pretrained)
         check_weights(run, pretrained)
     if training:
-        note_module(run)
+        record_module(run)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -295,18 +295,18 @@ def build_module(
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
     run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
-    run.take_weights()
+    run.allow_weights()
 
 
-def note_module(run: Run) -> None:
-    """Note the facts of a module that is to be trained, and check what else only the first checkpoint would."""
+def record_module(run: Run) -> None:
+    """Record the facts of a module that is to be trained, and check its buffers before the first checkpoint."""
     run.record_facts({"module": facts_of_module(run.module, run.strategy.precision)})
     if run.checkpoint_callbacks:
         check_buffers_storable(run.module)
 
 
 def build_layers(run: Run) -> None:
-    """Call `configure_model`, and refuse layers that the strategy cannot have."""
+    """Call `configure_model`, and refuse layers that the strategy cannot train."""
     module, strategy = run.module, run.strategy
     module.configure_model()
     if run.config.sync_batchnorm and strategy.processes.world_size > 1:
@@ -315,7 +315,7 @@ def build_layers(run: Run) -> None:
 
 
 def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None:
-    """Check that the strategy can take a module whose layers are built, the same on all processes. Collective."""
+    """Check that the strategy can train a module whose layers are built, and that all processes have the same."""
     if training or strategy.shards_state:
         refuse_lazy(module)
     use_separate_elements(module)
@@ -325,7 +325,7 @@ def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
-    """Make the loaders; restore before what they may depend on: the counters, if so, and the data module's state."""
+    """Restore the state that loaders may depend on (counters, the data module), and make the loaders."""
     if checkpoint is not None:
         if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
             run.progress.resume(checkpoint["progress"])
@@ -343,7 +343,7 @@ def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> Non
 
 
 def reload_loaders(run: Run, data: dict[str, Any]) -> None:
-    """Ask the data module or module for its loaders anew. Collective."""
+    """Ask the data module or module for new loaders. Collective."""
     run.loaders.close()
     with run.loader_epochs.asking():
         make_loaders(run, data)
@@ -353,7 +353,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
-    """Report changes since the checkpoint, and a run that has ended, which then stays as it is. Collective."""
+    """Report changes since the checkpoint, and leave a run that has ended unchanged. Collective."""
     report_changes(run, checkpoint, allow_changes)
     if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
         return
@@ -376,7 +376,7 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
 
 
 def build_optimizers(run: Run) -> None:
-    """Get optimizers and schedulers from the module, and pass them to the strategy."""
+    """Get optimizers and schedulers from the module, check them, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
     optimizers, schedulers = parse_optimizers(
@@ -387,11 +387,11 @@ def build_optimizers(run: Run) -> None:
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
     give_hints(run)
-    assert run.train_loader is not None
+    assert run.loaders.train is not None
     steps = step_options(
         settings,
         accumulate_grad_batches=run.session.accumulate_grad_batches,
-        micro_batch_size=run.train_loader.batch_size,
+        micro_batch_size=run.loaders.train.batch_size,
         schedulers=[config.scheduler for config in schedulers],
         run_dir=None if settings.fast_dev_run else run.session.run_dir,
         reuses_memory=run.reuses_memory,
@@ -407,7 +407,7 @@ def build_optimizers(run: Run) -> None:
 
 
 def give_hints(run: Run) -> None:
-    """Log what a user may not have meant."""
+    """Log settings that the user may not have meant."""
     settings = run.settings
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:

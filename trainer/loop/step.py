@@ -1,4 +1,4 @@
-"""Step: what a training calls in each step, bound when it begins, and what the step in progress has left."""
+"""Step: the calls of each training step, bound when training begins, and the weights of its losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.settings import Settings
 from trainer.strategy import Strategy, inherits
 
 NO_DIVISOR: Sequence[Divisor] = (None,)
-"""The divisor of a window of one micro-batch whose loss goes into backward as it is."""
+"""The divisor of a window of one micro-batch whose loss goes into backward unchanged."""
 
 
 class Training(Protocol):
@@ -116,7 +116,7 @@ class Step:
         self.weighs_items = module.overrides("num_items")
         """True if losses are weighted by the items that the module counts."""
         self.divides_loss = self.weighs_items or strategy.processes.readers > 1
-        """False if the loss of a window of one micro-batch goes into backward as it is."""
+        """False if the loss of a window of one micro-batch goes into backward unchanged."""
         self.syncs_gradients = not inherits(strategy, "gradient_sync")
         """False if the strategy needs no context for gradients that are incomplete within a window."""
 
@@ -210,7 +210,7 @@ def _unscales_before_steps(strategy: Strategy, optimizers: list[Optimizer]) -> b
 
 
 def _in_turn(*calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes these calls, without those of hooks that nothing overrides."""
+    """Return a function that makes these calls, except for hooks that nothing overrides."""
     needed = [call for call in calls if call is not nothing]
     if len(needed) < 2:
         return needed[0] if needed else nothing
@@ -266,9 +266,9 @@ def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
 def without_items(loss: torch.Tensor) -> torch.Tensor:
     """Return the loss, for backward, of a batch without items: zero, and so are its gradients.
 
-    The mean over nothing may be 0 / 0, and so would be its gradients, whatever its factor; then each operation
-    of that batch passes zeros on. The backward itself is not left out: processes may meet in it, and with experts on
-    several of them the gradients of other batches pass through this one's operations.
+    The mean over nothing may be 0 / 0, with gradients that no factor turns into zeros; then each operation of that
+    batch passes zeros on. The backward is not left out: processes may meet in it, and with experts on several processes
+    the gradients of other batches pass through this batch's operations.
     """
     if math.isfinite(loss.item()):
         return loss * 0
@@ -286,7 +286,7 @@ def _zeros(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Te
 def outputs_for_hooks(outputs: Any) -> Any:
     """Return the outputs of `training_step` as `on_train_batch_end` gets them: a dict of detached tensors.
 
-    As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay as they are.
+    As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay unchanged.
     """
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.data}
@@ -332,8 +332,8 @@ def loss_divisors(
     """Return, for each micro-batch of a window, the divisor of its loss, which is a mean over its own items; None: 1.
 
     The quotients, summed over the window and averaged over readers by the strategy, give the mean over all items: the
-    loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples if their
-    number is known, else micro-batches.
+    loss of one big batch. With `weights_loss_by_items`, `module.num_items` counts the items; else they are samples if
+    their number is known, or else micro-batches.
     """
     average = strategy.processes.readers
     if weights_loss_by_items:

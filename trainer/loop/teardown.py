@@ -26,12 +26,12 @@ from trainer.runs.terminal import print_text
 
 log = logging.getLogger("trainer")
 
-_OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+_STATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 """The errors that an optimizer may raise when it loads the state of another one."""
 
 
 def finish(run: Run) -> None:
-    """Call the teardown hooks, say why a training was stopped, and wait for the other processes."""
+    """Call the teardown hooks, log why a training was stopped, and wait for the other processes."""
     run.clock.watchdog.expect_slow_work()
     if run.stage == "fit":
         require_saved(run)
@@ -42,7 +42,7 @@ def finish(run: Run) -> None:
 
 
 def report_end(run: Run) -> None:
-    """Note in the run directory that a training has ended, or say why it was stopped and how it goes on."""
+    """Note in the run directory that a training has ended, or log why it was stopped and how to continue it."""
     code, stopped = exit_code(run.clock.stop_reason), f"stopped after step {run.progress.step}: {run.clock.stop_reason}"
     if code:
         print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
@@ -67,7 +67,7 @@ def _resume_advice(run: Run) -> str:
 def require_saved(run: Run) -> None:
     """Raise WriteError if the last weights could not be saved, so that the process does not exit with success.
 
-    For a run that is to be started again (exit code 75) it is only logged: that resumes from the newest checkpoint.
+    If the run is to be started again (exit code 75), the problem is only logged: it resumes from the newest checkpoint.
     """
     problems = [problem for callback in run.checkpoint_callbacks if (problem := callback.unsaved) is not None]
     if not problems:
@@ -112,7 +112,7 @@ def end_with_error(run: Run, error: BaseException) -> None:
 
 
 def _explain(run: Run, error: BaseException) -> TrainerError | None:
-    """Return the first explanation that there is for an error of torch or of the user's code."""
+    """Return the first explanation of an error of torch or of the user's code; None if there is none."""
     if not isinstance(error, Exception) or isinstance(error, TrainerError):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -124,16 +124,16 @@ def _explain(run: Run, error: BaseException) -> TrainerError | None:
     )
 
 
-_WITH_SHARDS = ("torch.distributed.tensor", "torch.nn.utils.prune", "torch.nn.utils.parametriz")
+_SHARD_MODULES = ("torch.distributed.tensor", "torch.nn.utils.prune", "torch.nn.utils.parametriz")
 """Beginnings of the modules of torch whose errors are about sharded parameters."""
-_OF_SHARDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy", "_distributed_c10d.ProcessGroup")
+_SHARD_WORDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy", "_distributed_c10d.ProcessGroup")
 """Words in other such errors; the last two are of copies."""
 
 
 def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
-    of_torch = any(frame.f_globals.get("__name__", "").startswith(_WITH_SHARDS) for frame in frames)
-    if not run.strategy.shards_state or not (of_torch or any(words in str(error) for words in _OF_SHARDS)):
+    of_torch = any(frame.f_globals.get("__name__", "").startswith(_SHARD_MODULES) for frame in frames)
+    if not run.strategy.shards_state or not (of_torch or any(words in str(error) for words in _SHARD_WORDS)):
         return None
     return ConfigError(
         f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
@@ -146,7 +146,7 @@ def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> Conf
 
 def _explain_restored_state(run: Run, error: Exception, frames: list[FrameType]) -> CheckpointError | None:
     """Return a CheckpointError for an error inside torch's optimizers and schedulers whose states were restored."""
-    if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _OF_STATES):
+    if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _STATE_ERRORS):
         return None
     in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.optim") for frame in frames)
     if not in_torch or isinstance(error, torch.OutOfMemoryError):

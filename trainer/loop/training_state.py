@@ -68,7 +68,7 @@ def tensor_state(run: Run) -> dict[str, Any]:
 
 
 def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any]) -> dict[str, Any]:
-    """Return, as data, everything needed to resume a run as if it had never stopped. Collective.
+    """Return everything that a run needs to resume as if it had never stopped, as data. Collective.
 
     `KINDS` lists the type of each entry; the functions below restore the entries.
 
@@ -79,7 +79,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     strategy, session = run.strategy, run.session
     leave_out_changing_facts(run)
     own = {
-        # Before the first step of a resumed run those of its checkpoint still stand.
+        # Before the first step of a resumed run the checkpoint's states are still to be restored.
         "rng": run.generators.to_restore or run.generators.state(saves=True),
         "epoch_rng": run.generators.state_of_epoch(),
         "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
@@ -122,13 +122,13 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
 
 
 def _state_of(owner: Any) -> dict[str, Any]:
-    """Return the state of a part of a run; empty if there is no such part."""
+    """Return the state of a part of a run; empty if the run lacks it."""
     state: dict[str, Any] = {} if owner is None else owner.state_dict()
     return state
 
 
 def gather_states(own: dict[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
-    """Return what each process has for its part of a checkpoint. Collective."""
+    """Return the states of all processes. Collective."""
     if processes.world_size > 1:
         # Here, so that the copies of other processes are on the CPU as well as its own.
         own = map_tensors(own, torch.Tensor.cpu)
@@ -268,7 +268,7 @@ def load_training_state(
 
 
 def choose_seed(given: int | None, checkpoint: Mapping[str, Any] | None, processes: SingleProcess) -> int:
-    """Return the seed that was given, else that of the checkpoint, else a new one for all ranks. Collective."""
+    """Return the given seed, else the checkpoint's, else a new one for all ranks. Collective."""
     if given is not None:
         return given
     if checkpoint is not None:
@@ -391,7 +391,7 @@ def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
-    """Restore the random numbers and the place in the data of a rank; None: there is no such rank."""
+    """Restore the random numbers and the place in the data of a rank; with None, neither."""
     stop, followed = checkpoint["postponed_stop"], checkpoint["followed_buffers"]
     run.clock.postpone(stop)
     run.guards.resume(followed)
@@ -407,7 +407,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
-    # Loaders that were made anew for the next epoch begin by themselves.
+    # Loaders that were made for a later epoch begin at their first batch.
     same = run.loader_epochs.of(checkpoint["progress"]["epoch"]) == run.loader_epochs.of(run.progress.epoch)
     if run.train_loader and checkpoint["loader"][rank] and same:
         run.train_loader.load_state_dict(checkpoint["loader"][rank])
@@ -415,7 +415,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
 
 @contextmanager
 def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[None]:
-    """Let the first loaders of a resumed run draw the random numbers with which they were made in the run before."""
+    """Have the first loaders of a resumed run draw the same random numbers as in the run before."""
     rank = None if checkpoint is None or run.stage != "fit" else counterpart(checkpoint, run.strategy.processes)
     if checkpoint is None or rank is None:
         yield
@@ -424,15 +424,15 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
     made = run.loader_epochs.of(run.progress.epoch) == of_epoch["epoch"]
     run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
-    if not made:  # the run goes on with what they have left
+    if not made:  # the run continues with the states after they were made
         left = run.generators.state()
         rng[rank] = {**left, "own": {**rng[rank].get("own", {}), **left["own"]}}
 
 
 def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
-    """Return the rank whose random numbers and data this process continues; None: there were more or fewer readers.
+    """Return the rank whose random numbers and data this process continues; None: the number of readers differs.
 
-    It is this process's own rank where that was of the same reader.
+    It is this process's rank if that rank belonged to the same reader.
     """
     reporters = checkpoint["reporters"]
     if len(reporters) != processes.readers:
@@ -476,7 +476,7 @@ def restore_data(run: Run, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Restore the callbacks; a warning names those that only the checkpoint has, and its data module."""
+    """Restore the callbacks; warn of callbacks and a data module that only the checkpoint has."""
     states, training = owners_of_states(run.callbacks, checkpoint), run.stage == "fit"
     for key, callback in states.owners.items():
         # Which checkpoints there are concerns training: an older one that is tested knows less of it.
@@ -575,7 +575,7 @@ def save_state(
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Return what is known of a checkpoint beside its state: step, epoch, times, whether the training ends."""
+    """Return the facts for a checkpoint's manifest: step, epoch, times, whether the training ends."""
     progress = run.progress
     about: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch, "captured": time.time_ns()}
     if run.session.began is not None:
@@ -607,10 +607,9 @@ def _global_micro_batch(run: Run) -> int | None:
 
 
 def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Turn the run's counters from micro-batches of the run that wrote the checkpoint into those of this one.
+    """Turn the run's counters from micro-batches of the checkpoint's run into micro-batches of this one.
 
-    A run whose micro-batches grow while it trains begins with the same as the one before, and goes on with those of the
-    epoch in progress.
+    They are not turned if the micro-batches grow while a run trains: it began with the same ones as the run before.
     """
     progress, loader = run.progress, run.train_loader
     now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
@@ -623,7 +622,7 @@ def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> in
     """Return the micro-batches of an epoch that are consumed, in micro-batches of `now` samples over all readers.
 
     Args:
-        batch: the number of those of `before` samples.
+        batch: the consumed micro-batches of `before` samples.
     """
     consumed = batch * before
     if loader.samples_per_epoch is not None and loader.max_length is not None and consumed >= loader.samples_per_epoch:
