@@ -110,6 +110,11 @@ class Guards:
         return 0 if self.bad_steps is None else self.bad_steps.refused
 
     @property
+    def windows_without_step(self) -> int:
+        """The windows that have begun and are not steps yet; refused ones, which never will be, do not count."""
+        return self._metrics.window - self._metrics.repeats - self._progress.step - self.refused
+
+    @property
     def windows(self) -> int:
         """The number of windows whose forward this process has begun, if it is one of several."""
         return 0 if self.trainable is None else self.trainable.windows

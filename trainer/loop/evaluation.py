@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -30,42 +30,24 @@ log = logging.getLogger("trainer")
 _COMPLETE = Staying()
 
 
-class StageHooks(NamedTuple):
+class StageHooks:
     """The hooks of one stage, of callbacks and module, with the trainer and the module bound."""
 
-    step: str
-    model_eval: Callable[[], None]
-    model_train: Callable[[], None]
-    start: Callable[..., None]
-    end: Callable[..., None]
-    epoch_start: Callable[..., None]
-    epoch_end: Callable[..., None]
-    batch_start: Callable[..., None]
-    batch_end: Callable[..., None]
-
-
-def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> StageHooks:
-    """Return the hooks of a stage."""
-
-    def hook(name: str) -> Any:
-        return getattr(run.hooks, f"on_{stage}_{name}")
-
-    return StageHooks(
-        step=f"{stage}_step",
-        model_eval=getattr(run.module, f"on_{stage}_model_eval"),
-        model_train=getattr(run.module, f"on_{stage}_model_train"),
-        start=hook("start"),
-        end=hook("end"),
-        epoch_start=hook("epoch_start"),
-        epoch_end=hook("epoch_end"),
-        batch_start=hook("batch_start"),
-        batch_end=hook("batch_end"),
-    )
+    def __init__(self, run: Run, stage: Literal["validation", "test", "predict"]) -> None:
+        hooks, module = run.hooks, run.module
+        self.step = f"{stage}_step"
+        self.model_eval: Callable[[], None] = getattr(module, f"on_{stage}_model_eval")
+        self.model_train: Callable[[], None] = getattr(module, f"on_{stage}_model_train")
+        self.start, self.end = getattr(hooks, f"on_{stage}_start"), getattr(hooks, f"on_{stage}_end")
+        self.epoch_start: Callable[[], None] = getattr(hooks, f"on_{stage}_epoch_start")
+        self.epoch_end: Callable[[], None] = getattr(hooks, f"on_{stage}_epoch_end")
+        self.batch_start: Callable[..., None] = getattr(hooks, f"on_{stage}_batch_start")
+        self.batch_end: Callable[..., None] = getattr(hooks, f"on_{stage}_batch_end")
 
 
 def run_validation(run: Run) -> list[dict[str, float]]:
     """Run `Trainer.validate`; return the reductions by name, of each loader."""
-    return evaluate(run, stage_hooks(run, "validation"), run.loaders.val, no_gradients(run.settings.inference_mode))
+    return evaluate(run, StageHooks(run, "validation"), run.loaders.val, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> bool:
@@ -83,12 +65,12 @@ def validate_during_fit(run: Run) -> bool:
         run.optimizer_averages.evaluated(),
     ):
         leaving = Leaving(run)
-        evaluate(run, stage_hooks(run, "validation"), run.loaders.val, torch.no_grad(), leaving=leaving)
+        evaluate(run, StageHooks(run, "validation"), run.loaders.val, torch.no_grad(), leaving=leaving)
         if leaving.left:
             leaving.restore()
             run.saves.drop(leaving.logged)
     if not leaving.left:
-        run.report_once(never_reset(run.metrics, updates))
+        run.values.report_once(never_reset(run.metrics, updates))
     return not leaving.left
 
 
@@ -103,7 +85,7 @@ def sanity_check(run: Run) -> None:
     with run.saves.delayed(), run.activity.during("sanity checking"), no_trace(run), run.session.latest.dropping():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
-        hooks = stage_hooks(run, "validation")
+        hooks = StageHooks(run, "validation")
         with run.optimizer_averages.evaluated(), ExitStack() as places:
             for loader in run.loaders.val.values():
                 places.enter_context(loader.kept_data())
@@ -115,7 +97,7 @@ def sanity_check(run: Run) -> None:
 
 def run_test(run: Run) -> list[dict[str, float]]:
     """Run `Trainer.test`; return the reductions by name, of each loader."""
-    return evaluate(run, stage_hooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
+    return evaluate(run, StageHooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -205,7 +187,7 @@ def run_prediction(run: Run, keep: bool) -> list[list[Any]]:
 
     `keep`: False to keep no outputs in memory, and return empty lists.
     """
-    hooks, loaders = stage_hooks(run, "predict"), run.loaders.predict
+    hooks, loaders = StageHooks(run, "predict"), run.loaders.predict
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()
         hooks.start()

@@ -76,12 +76,12 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
     settings, name = run.settings, type(run.module).__name__
     if not run.module.overrides("validation_step"):
         if val is not None and not settings.overfit_batches:
-            run.report_once(f"{name} has no validation_step: the validation loader is not used")
+            run.values.report_once(f"{name} has no validation_step: the validation loader is not used")
         return {}
     limit = _limit(settings, settings.overfit_batches or settings.limit_val_batches)
     loaders = _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
     if limit and not loaders:
-        run.report_once(f"{name} has a validation_step, but there is no validation loader: nothing is validated")
+        run.values.report_once(f"{name} has a validation_step, but there is no validation loader: nothing is validated")
     return loaders
 
 
@@ -167,20 +167,17 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
 
 def _require(run: Run, loaders: Any, argument: str, method: str) -> None:
     """Raise ConfigError for a loader that is missing or yields no batches."""
-    if loaders is None:
-        raise _no_loader(run, argument, method)
-    refuse_data(loaders, run.stage)
+    if loaders is not None:
+        refuse_data(loaders, run.stage)
+        return
+    source = run.datamodule if run.datamodule is not None else run.module
+    if source.overrides(method):
+        raise ConfigError(f"{type(source).__name__}.{method} returned None. Did you forget 'return'?")
+    raise ConfigError(
+        f"{run.stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
+        "datamodule= (on the command line: --data)."
+    )
 
 
 def _limit(settings: Settings, limit: int | float) -> int | float:
     return int(settings.fast_dev_run) or limit
-
-
-def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
-    stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
-    if source.overrides(method):
-        return ConfigError(f"{type(source).__name__}.{method} returned None. Did you forget 'return'?")
-    return ConfigError(
-        f"{stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
-        "datamodule= (on the command line: --data)."
-    )

@@ -15,7 +15,6 @@ from trainer.metrics.monitor import Measured
 from trainer.metrics.phases import LOGGING
 from trainer.optimizers import TimedScheduler
 from trainer.runs.resolved_config import ResolvedConfig
-from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -67,27 +66,12 @@ class LatestValues:
                 self.measured[name] = one._replace(step=-1)
 
 
-class ReportOnce:
-    """Logs warnings on rank 0, each one once per run."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._reported = {""}
-
-    def __call__(self, message: str) -> None:
-        """Log a warning, unless it is empty or was logged before."""
-        if message not in self._reported and self._strategy.processes.is_global_zero:
-            self._reported.add(message)
-            log.warning("%s", message)
-
-
 class LoggedValues:
     """Reads the logged values of a run, and passes them on.
 
     Args:
         latest: where they are kept; it outlives the run.
-        metrics, guards, activity, progress, clock, times: of the run.
-        report_once: logs a warning.
+        config, metrics, guards, activity, progress, clock, times: of the run.
     """
 
     _flushed_step = -1
@@ -103,13 +87,14 @@ class LoggedValues:
         progress: Progress,
         clock: Clock,
         times: HostTimes,
-        report_once: ReportOnce,
     ) -> None:
         self.latest, self._metrics, self._guards, self._activity = latest, metrics, guards, activity
-        self._progress, self._clock, self._times, self._report_once = progress, clock, times, report_once
+        self._progress, self._clock, self._times = progress, clock, times
         self._strategy, self._loggers, self._every = config.strategy, config.loggers, config.settings.log_every_n_steps
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
+        self._reported = {""}
+        """The warnings that were logged."""
 
     def read(self) -> dict[str, float]:
         """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
@@ -164,11 +149,17 @@ class LoggedValues:
         A name that is logged in training and in validation has the validation's value, and a warning says so.
         """
         if name in self._also_trained:
-            self._report_once(
+            self.report_once(
                 f"{name!r} is logged in training and in validation, and monitored: its values are those of the "
                 "validations. Give the two different names to choose."
             )
         return self.latest.measured.get(name)
+
+    def report_once(self, message: str) -> None:
+        """Log a warning, unless it is empty or was logged before in this run."""
+        if message not in self._reported and self._strategy.processes.is_global_zero:
+            self._reported.add(message)
+            log.warning("%s", message)
 
     def new_value(self, config: TimedScheduler) -> float | None:
         """Return the value that a scheduler monitors; None if there is none since its last step. Collective."""

@@ -27,7 +27,7 @@ from trainer.guards.host_times import SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.logged_values import LatestValues, LoggedValues, ReportOnce
+from trainer.loop.logged_values import LatestValues, LoggedValues
 from trainer.loop.progress import Activity, Clock, DelayedSaves, LoaderEpochs, Progress
 from trainer.loop.step import Step, Transfer
 from trainer.metrics.metric_log import MetricLog
@@ -42,7 +42,7 @@ from trainer.settings import Settings
 from trainer.state.averaged_weights import OptimizerAverages
 from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
-from trainer.strategy import StepOptions, Strategy
+from trainer.strategy import StepOptions
 
 log = logging.getLogger("trainer")
 
@@ -111,7 +111,7 @@ class Epoch:
     """The epoch in progress: its windows of micro-batches, and the validations in it and at its end.
 
     Args:
-        config, session, strategy, loaders, metrics, guards, clock: of the run.
+        config, session, loaders, guards, clock: of the run.
     """
 
     in_progress = False
@@ -122,17 +122,10 @@ class Epoch:
     """The windows that were begun before this epoch and did not become steps."""
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        session: Session,
-        strategy: Strategy,
-        loaders: Loaders,
-        metrics: MetricLog,
-        guards: Guards,
-        clock: Clock,
+        self, config: ResolvedConfig, session: Session, loaders: Loaders, guards: Guards, clock: Clock
     ) -> None:
-        self._config, self._session, self._progress, self._strategy = config, session, session.progress, strategy
-        self._loaders, self._metrics, self._guards, self._clock = loaders, metrics, guards, clock
+        self._config, self._session, self._progress = config, session, session.progress
+        self._loaders, self._guards, self._clock = loaders, guards, clock
 
     def begin(self) -> None:
         """Begin an epoch, or continue inside of one."""
@@ -145,7 +138,7 @@ class Epoch:
 
     def begin_batches(self) -> None:
         """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
-        loader, processes = self._loaders.train, self._strategy.processes
+        loader, processes = self._loaders.train, self._config.strategy.processes
         assert loader is not None
         loader.measure(self._progress.epoch, self._progress.batch)
         if processes.world_size > 1:
@@ -166,16 +159,11 @@ class Epoch:
     @property
     def inside_window(self) -> bool:
         """Whether a step has begun and is not complete."""
-        return self.in_progress and self._windows_without_step > self._dropped_windows
+        return self.in_progress and self._guards.windows_without_step > self._dropped_windows
 
     def drop_window(self) -> None:
         """Drop the windows that have begun: none of them becomes a step any more."""
-        self._dropped_windows = self._windows_without_step
-
-    @property
-    def _windows_without_step(self) -> int:
-        """The windows that have begun and are not steps yet; refused ones, which never will be, do not count."""
-        return self._metrics.window - self._metrics.repeats - self._progress.step - self._guards.refused
+        self._dropped_windows = self._guards.windows_without_step
 
     @property
     def is_last_batch(self) -> bool:
@@ -270,8 +258,8 @@ class Run:
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
     has_weights = False
     """True once the strategy has the module, with its first weights."""
-    saving_hooks = CallbackList([])
-    """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
+    saving_hooks: CallbackList
+    """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     facts: Mapping[str, Mapping[str, str]] = {}
     """Facts to compare with a resumed run; see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
@@ -312,21 +300,12 @@ class Run:
         self.metrics.copies_losses = self.reuses_memory
         self.phase: Phase = unheard
         self.times = HostTimes()
-        self.report_once = ReportOnce(self.strategy)
         self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
         self.loaders = Loaders()
         self.clock = Clock(config, self.strategy, self.progress, self.loaders)
-        self.epoch = Epoch(config, session, self.strategy, self.loaders, self.metrics, self.guards, self.clock)
+        self.epoch = Epoch(config, session, self.loaders, self.guards, self.clock)
         self.values = LoggedValues(
-            config,
-            session.latest,
-            self.metrics,
-            self.guards,
-            self.activity,
-            self.progress,
-            self.clock,
-            self.times,
-            self.report_once,
+            config, session.latest, self.metrics, self.guards, self.activity, self.progress, self.clock, self.times
         )
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)

@@ -23,7 +23,7 @@ from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, restoring
 from trainer.fault_tolerance.collective_check import end_listening
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
@@ -39,9 +39,9 @@ from trainer.loop.training_state import (
     choose_seed,
     drawing_as_before,
     load_training_state,
+    load_weights,
     restore_data,
     restore_training,
-    restore_weights,
 )
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
@@ -293,7 +293,10 @@ def build_module(
     if pretrained is not None:
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
-    restore_weights(run, checkpoint)
+    if checkpoint is not None:
+        with restoring("the weights"):
+            load_weights(strategy, checkpoint)
+        log.info("restored %s", run.resumed_from)
     run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.allow_weights()
 
@@ -372,7 +375,7 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
         return
     if ended:
         run.clock.leave_unchanged()
-    run.report_once(f"nothing is left to train: {end}")
+    run.values.report_once(f"nothing is left to train: {end}")
 
 
 def build_optimizers(run: Run) -> None:

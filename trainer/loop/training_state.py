@@ -277,33 +277,24 @@ def choose_seed(given: int | None, checkpoint: Mapping[str, Any] | None, process
     return processes.broadcast_object(int.from_bytes(os.urandom(4), "little") if last is None else last)
 
 
-def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
-    if checkpoint is not None:
-        with restoring("the weights"):
-            load_weights(run, checkpoint)
-        log.info("restored %s", run.resumed_from)
-
-
-def load_weights(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def load_weights(strategy: Strategy, checkpoint: Mapping[str, Any]) -> None:
     """Load the weights; of a checkpoint of trained weights alone, those that the module's base model lacks. Collective.
 
     Raises:
         CheckpointError: the module has another base model.
     """
-    match_buffers(run.module, checkpoint["model"])
+    match_buffers(strategy.module, checkpoint["model"])
     if "base" in checkpoint:
-        _require_base(run, checkpoint)
-    run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading and "base" not in checkpoint)
+        _require_base(strategy, checkpoint)
+    strategy.load_module_state(checkpoint["model"], strategy.module.strict_loading and "base" not in checkpoint)
 
 
-def _require_base(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def _require_base(strategy: Strategy, checkpoint: Mapping[str, Any]) -> None:
     """Check that the module has the base model of a checkpoint of trained weights alone. Collective."""
-    module, saved, name = run.module, checkpoint["base"], type(run.module).__name__
-    own = run.strategy.module_state()
+    saved, own, name = checkpoint["base"], strategy.module_state(), type(strategy.module).__name__
     names = [weight for weight in saved if weight in own]
-    check_base(saved, weight_sums(own, names, run.strategy.processes.all_gather_object), name)
-    check_names(checkpoint["model"], saved, own, module.strict_loading, name)
+    check_base(saved, weight_sums(own, names, strategy.processes.all_gather_object), name)
+    check_names(checkpoint["model"], saved, own, strategy.module.strict_loading, name)
 
 
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
@@ -518,7 +509,7 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     loggers.setup(run.stage)
     with loaded_by_hooks(checkpoint) as shown:
         run.hooks.on_load_checkpoint(shown)
-    load_weights(run, checkpoint)
+    load_weights(strategy, checkpoint)
     restore_data(run, checkpoint)
     restore_training(run, checkpoint)
     if run.train_loader is not None:
