@@ -522,9 +522,7 @@ class Trainer:
             name or type(run.module).__name__ for name, m in run.module.named_modules() if not m.training
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
-        run.begin_training()
-        run.keep_waiting_gradients(self._manual_optimization)
-        run.bind_step()
+        run.begin_training(self._manual_optimization)
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from trainer.distributed.encoding import MAX_BYTES, from_bytes, to_bytes
 from trainer.errors import TrainerError
 
 T = TypeVar("T")
+
+_LOG, _SILENT = logging.getLogger("trainer"), logging.getLogger("trainer.silent")
+_SILENT.disabled = True
 
 
 class SingleProcess:
@@ -38,6 +42,11 @@ class SingleProcess:
         self.wait_for_all: Callable[[str], None] = _no_others
         """Waits until all processes call it with the same words, while a run goes on; raises ConfigError if they do
         not."""
+
+    @property
+    def log(self) -> logging.Logger:
+        """The logger "trainer" on rank 0; on other processes a logger that drops all messages."""
+        return _LOG if self.rank == 0 else _SILENT
 
     @property
     def is_global_zero(self) -> bool:

@@ -94,8 +94,9 @@ class NonFiniteMonitor:
         """Check the values of a validation within training, reduced over all processes; report each name once."""
         wrong = [name for name, value in values.items() if not math.isfinite(value) and name not in self._validated]
         self._validated.update(wrong)
-        if wrong and self._strategy.processes.is_global_zero:
-            log.warning("not finite in the validation after step %d: %s", self._progress.step, first_of(wrong))
+        if wrong:
+            words = "not finite in the validation after step %d: %s"
+            self._strategy.processes.log.warning(words, self._progress.step, first_of(wrong))
 
     def look_at_averages(self, averages: Callable[[], Mapping[str, Any]]) -> None:
         """Check averages of the weights, which a function returns by name, with each state to be saved."""
@@ -110,8 +111,9 @@ class NonFiniteMonitor:
         if self._state is None:
             return []
         names = self._state.nonfinite({**state, "average": self._averages()})
-        if names and not reported and self._strategy.processes.is_global_zero:
-            log.warning("step %d: the saved state is not finite (%s)", self._progress.step, first_of(names))
+        if names and not reported:
+            words = "step %d: the saved state is not finite (%s)"
+            self._strategy.processes.log.warning(words, self._progress.step, first_of(names))
         return names
 
     def _report(self, kind: str, message: str) -> None:

@@ -68,9 +68,8 @@ def find_fitting_batches(run: Run) -> None:
     run.session.remember_fitting(size)
     split_batches(run)
     run.progress.split_batches(loader.parts)
-    if run.strategy.processes.is_global_zero:
-        words = "accumulate_grad_batches='auto': micro-batches of %d of the %d samples of a batch fit"
-        log.info(words, size, size * loader.parts)
+    words = "accumulate_grad_batches='auto': micro-batches of %d of the %d samples of a batch fit"
+    run.strategy.processes.log.info(words, size, size * loader.parts)
 
 
 def _loader(run: Run) -> ShardedDataLoader:
@@ -94,7 +93,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with run.generators.isolated(), limited_memory(_limit(run)):
+        with run.generators.isolated(), limited_memory(_limit(run.strategy.device)):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
@@ -108,8 +107,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
         return False
     finally:
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
@@ -130,7 +128,7 @@ def _copy_sharing_weights(module: TrainModule) -> TrainModule:
     return copied
 
 
-def _limit(run: Run) -> int | None:
+def _limit(device: torch.device) -> int | None:
     """Return the bytes that a trial may take on a CPU, where allocations do not fail in time; None: no limit."""
-    free = free_memory() if run.strategy.device.type == "cpu" else None
+    free = free_memory() if device.type == "cpu" else None
     return None if free is None else free * 9 // 10 // detect_environment().local_world_size

@@ -157,9 +157,9 @@ class LoggedValues:
 
     def report_once(self, message: str) -> None:
         """Log a warning, unless it is empty or was logged before in this run."""
-        if message not in self._reported and self._strategy.processes.is_global_zero:
+        if message not in self._reported:
             self._reported.add(message)
-            log.warning("%s", message)
+            self._strategy.processes.log.warning("%s", message)
 
     def new_value(self, config: TimedScheduler) -> float | None:
         """Return the value that a scheduler monitors; None if there is none since its last step. Collective."""

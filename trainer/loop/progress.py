@@ -338,8 +338,7 @@ class Clock:
             wanted = processes.all_gather_object(self.coordinator.wanted)
             self.stop_reason = next(filter(None, wanted), None)
         if complete and exit_code(self.stop_reason) == EXIT_RETRY:
-            if processes.is_global_zero:
-                log.info("%s came when nothing was left to train.", self.stop_reason)
+            processes.log.info("%s came when nothing was left to train.", self.stop_reason)
             self.stop_reason = None
         self.ends = not exit_code(self.stop_reason)
 

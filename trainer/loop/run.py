@@ -132,8 +132,8 @@ class Epoch:
         self.in_progress = True
         self.drop_window()
         self._guards.skipping.begin_epoch()
-        # Else the first hooks may have to bring back what the epoch began with.
-        if self._progress.batch == 0 and self._loaders.train is not None:
+        assert self._loaders.train is not None
+        if self._progress.batch == 0:  # else the first hooks may have to bring back what the epoch began with
             self._loaders.train.measure()
 
     def begin_batches(self) -> None:
@@ -216,9 +216,9 @@ class Epoch:
     @property
     def is_validated_next(self) -> bool:
         """Whether the step that has just ended is followed by a validation."""
-        loader = self._loaders.train
-        ends = loader is not None and self._progress.batch == loader.length
-        return self.validation_due() or (ends and self.validates_at_end) or self.schedulers_wait
+        assert self._loaders.train is not None
+        ends_epoch = self._progress.batch == self._loaders.train.length or self.schedulers_wait
+        return self.validation_due() or (ends_epoch and self.validates_at_end)
 
     @property
     def schedulers_wait(self) -> bool:
@@ -376,10 +376,6 @@ class Run:
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
 
-    def keep_waiting_gradients(self, manual: WaitingGradients) -> None:
-        """Have checkpoints hold the gradients that wait, with manual optimization."""
-        self.manual = None if self.module.automatic_optimization else manual
-
     def track_hook_changes(self, cleanup: ExitStack) -> None:
         """Remember the module and the optimizers before a checkpoint or a hook changes them, and again at the end."""
         scheduled = any(isinstance(callback, AccumulationSchedule) for callback in self.callbacks)
@@ -409,8 +405,12 @@ class Run:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def begin_training(self) -> None:
-        """Begin to train, with the methods that the module has after the first hooks."""
+    def begin_training(self, manual: WaitingGradients) -> None:
+        """Begin to train, with the methods that the module has after the first hooks.
+
+        Args:
+            manual: knows which gradients checkpoints have to hold, with manual optimization.
+        """
         self.times.begin()
         self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
@@ -418,9 +418,7 @@ class Run:
         if self.step_guard is not None:
             measures = not clipping_finds_norm(self.settings, self.module)
             self.guards.judge_steps(self.step_guard, self.loaders, measures)
-
-    def bind_step(self) -> None:
-        """Bind the calls of each step, with the methods that the module has now."""
+        self.manual = None if self.module.automatic_optimization else manual
         self.step = Step(self)
 
     @property

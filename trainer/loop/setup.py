@@ -123,8 +123,7 @@ def start_run(
         try:
             cleanup.callback(run.strategy.teardown)
             join_processes(config, cleanup)
-            if run.strategy.processes.rank == 0:
-                log.info("%s", start_line(config, stage))
+            run.strategy.processes.log.info("%s", start_line(config, stage))
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)

@@ -78,10 +78,9 @@ def require_saved(run: Run) -> None:
     )
     if exit_code(run.clock.stop_reason) != EXIT_RETRY or not exit_code_is_free():
         raise WriteError(message)
-    if run.strategy.processes.is_global_zero:
-        log.error(
-            "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY
-        )
+    run.strategy.processes.log.error(
+        "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY
+    )
 
 
 def end_with_error(run: Run, error: BaseException) -> None:

@@ -400,8 +400,9 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
     # Loaders that were made for a later epoch begin at their first batch.
     same = run.loader_epochs.of(checkpoint["progress"]["epoch"]) == run.loader_epochs.of(run.progress.epoch)
-    if run.train_loader and checkpoint["loader"][rank] and same:
-        run.train_loader.load_state_dict(checkpoint["loader"][rank])
+    assert run.loaders.train is not None
+    if checkpoint["loader"][rank] and same:
+        run.loaders.train.load_state_dict(checkpoint["loader"][rank])
 
 
 @contextmanager
@@ -512,11 +513,10 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     load_weights(strategy, checkpoint)
     restore_data(run, checkpoint)
     restore_training(run, checkpoint)
-    if run.train_loader is not None:
-        run.train_loader.close()
+    assert run.loaders.train is not None
+    run.loaders.train.close()
     loggers.on_train_start()
-    if strategy.processes.is_global_zero:
-        log.warning("went back from step %d to step %d, to %s", before, run.progress.step, path)
+    strategy.processes.log.warning("went back from step %d to step %d, to %s", before, run.progress.step, path)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -605,7 +605,8 @@ def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
     progress, loader = run.progress, run.train_loader
     now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
     alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.get("micro_batch")
-    if loader is not None and before is not None and now is not None and not alike:
+    if before is not None and now is not None and not alike:
+        assert loader is not None
         progress.count_in_batches(place_in_epoch(loader, progress.batch, before, now), before, now)
 
 
