@@ -210,7 +210,7 @@ MUTANTS = (
         "tests/strategies/test_local_slice.py",
     ),
     Mutant(
-        "trainer/guards/optimizer_overrides.py::OverriddenStep.__call__",
+        "trainer/loop/step.py::Step._call_optimizer_step",
         "if not given.stepped:",
         "if (not (not given.stepped)):",
         "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",

@@ -27,13 +27,13 @@ from trainer.errors import ConfigError, restoring
 from trainer.fault_tolerance.collective_check import end_listening
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
-from trainer.guards.optimizer_overrides import OF_STEP
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
 from trainer.loop.loaders import make_loaders
 from trainer.loop.run import Run, Session
 from trainer.loop.save_rehearsal import check_buffers_storable
+from trainer.loop.step import STEP_OVERRIDES
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.training_state import (
     choose_seed,
@@ -401,10 +401,10 @@ def build_optimizers(run: Run) -> None:
     )
     run.set_up_optimizers(optimizers, schedulers, steps)
     alone = len(optimizers) == 1 and strategy.processes.world_size == 1 and strategy.scaler is None
-    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(OF_STEP)):
+    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(STEP_OVERRIDES)):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
-            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(OF_STEP)}."
+            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(STEP_OVERRIDES)}."
         )
 
 

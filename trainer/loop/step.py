@@ -18,7 +18,6 @@ from trainer.errors import ConfigError
 from trainer.guards.direct_backward import RefusingDirectBackward
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import HostTimes
-from trainer.guards.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.callback_list import CallbackList, nothing
 from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
@@ -52,6 +51,9 @@ class Training(Protocol):
 
     transfer: Transfer
 
+
+STEP_OVERRIDES = ("optimizer_step", "optimizer_zero_grad")
+"""The module's methods that are called in place of the trainer's own, with automatic optimization."""
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -95,6 +97,29 @@ def _require_batch(batch: Any, hook: str) -> Any:
     if batch is None:
         raise ConfigError(f"{hook} returned None: end it with 'return batch'.")
     return batch
+
+
+class SteppedOptimizer:
+    """The optimizer that an override of `optimizer_step` gets; its other attributes are torch's.
+
+    `step` clips and steps through the strategy, and returns the closure's result: the loss, computed already.
+    """
+
+    def __init__(self, optimizer: Optimizer, prepare: Callable[[Optimizer], None], step: Callable[..., None]) -> None:
+        self.optimizer = optimizer
+        self._prepare, self._step = prepare, step
+        self.stepped = False
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this optimizer's parameters. `options`: further arguments of the torch optimizer's `step`."""
+        loss = None if closure is None else closure()
+        self.stepped = True
+        self._prepare(self.optimizer)
+        self._step(self.optimizer, **options)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
 
 
 class Step:
@@ -144,12 +169,9 @@ class Step:
         """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of these calls."""
         overrides_step = self._cleared and self._module.overrides("optimizer_step")
         if overrides_step:
-            self.update = OverriddenStep(
-                self._module, self._strategy, run.progress, self.prepare_update, self.update_alone, self.losses
-            )
+            self.update = self._call_optimizer_step
         if self._cleared and self._module.overrides("optimizer_zero_grad"):
-            override = OverriddenZeroGrad(self._module, run.progress)
-            self.zero_grad = _in_turn(run.hooks.on_before_zero_grad, override)
+            self.zero_grad = _in_turn(run.hooks.on_before_zero_grad, self._call_zero_grad)
         if overrides_step and self._strategy.scaler is not None:  # the scale may have changed since a step left out
             self.zero_grad = _in_turn(self.zero_grad, self._strategy.scale_gradients)
         if overrides_step or run.closure_needed:
@@ -190,6 +212,21 @@ class Step:
         if position == 0 and run.guards.trainable is not None:
             run.guards.trainable.follow(run.metrics.window)
         return data
+
+    def _call_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Call the module's `optimizer_step`, which may step an optimizer or not."""
+        progress, losses = self._run.progress, self.losses
+        batch_idx = progress.batch + max(1, len(losses)) - 1
+        given = SteppedOptimizer(optimizer, self.prepare_update, self.update_alone)
+        self._module.optimizer_step(
+            progress.epoch, batch_idx, given, lambda: torch.stack([*losses]).sum() if losses else None
+        )
+        if not given.stepped:
+            self._strategy.unscale(optimizer)  # with loss scaling, whose `update` counts on it
+
+    def _call_zero_grad(self, optimizer: Optimizer) -> None:
+        """Call the module's `optimizer_zero_grad`, which may clear the gradients of an optimizer or not."""
+        self._module.optimizer_zero_grad(self._run.progress.epoch, self._run.progress.batch, optimizer)
 
     def _clip(self, optimizer: Optimizer) -> None:
         settings = self._run.settings
