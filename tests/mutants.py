@@ -152,9 +152,9 @@ MUTANTS = (
         "tests/strategies/test_average_gradients.py::test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew",
     ),
     Mutant(
-        "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
-        "self._call_step = call_step",
-        "pass",
+        "trainer/guards/direct_backward.py::refusing_direct_backward",
+        "if marks_of_gradients(parameters) != before:",
+        "if (not (marks_of_gradients(parameters) != before)):",
         "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
     ),
     Mutant(
@@ -265,8 +265,8 @@ MUTANTS = (
         "tests/callbacks/test_csv_logger.py::test_evaluation_after_training_adds_to_the_file",
     ),
     Mutant(
-        "trainer/guards/direct_backward.py::RefusingDirectBackward.__init__",
-        "self._parameters = parameters_of(optimizers)",
+        "trainer/guards/direct_backward.py::refusing_direct_backward",
+        "parameters = parameters_of(optimizers)",
         "pass",
         "tests/loop/test_manual_precision.py::test_an_overflow_in_a_step_that_the_module_leaves_out_lowers_the_scale",
     ),

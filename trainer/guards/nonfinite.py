@@ -175,8 +175,8 @@ class StateMonitor:
         tensors = dict(self._own(state))
         self._left_out = {name: number_of_nans(tensors[name]) for name in not_finite(iter(tensors.items()))}
         """The excepted tensors, with the number of their NaNs when they were first seen."""
-        weights = [f"model.{name}" for name, _ in module.named_parameters()]
-        if wrong := [name.removeprefix("model.") for name in weights if name in self._left_out]:
+        wrong = [name for name, _ in module.named_parameters() if f"model.{name}" in self._left_out]
+        if wrong:
             log.warning("weights that are not finite at the start of training: %s", first_of(wrong))
 
     def nonfinite(self, state: dict[str, Any]) -> list[str]:

@@ -153,14 +153,13 @@ def can_return(function: Any, none: bool) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return True
-    before = None
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
             if instruction.is_jump_target:  # of a conditional expression, such as `-1 if done else None`
                 return True
-            given = instruction if instruction.opname == "RETURN_CONST" else before
-            constant = given is not None and given.opname in ("LOAD_CONST", "RETURN_CONST")
-            if (constant and given is not None and given.argval is None) == none:
+            given = instruction if instruction.opname == "RETURN_CONST" else instructions[position - 1]
+            gives_none = given.opname in ("LOAD_CONST", "RETURN_CONST") and given.argval is None
+            if gives_none == none:
                 return True
-        before = instruction
     return False

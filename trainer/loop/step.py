@@ -15,7 +15,7 @@ from trainer.data.loader import NO_ITEMS, Batch, Divisor
 from trainer.data.transfer import map_tensors
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
-from trainer.guards.direct_backward import RefusingDirectBackward
+from trainer.guards.direct_backward import refusing_direct_backward
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import HostTimes
 from trainer.loop.callback_list import CallbackList, nothing
@@ -147,7 +147,7 @@ class Step:
 
         self.transfer = run.transfer()
         unscaled = automatic and strategy.precision.loss_scaling
-        call_step = RefusingDirectBackward(strategy.call_step, run.optimizers) if unscaled else strategy.call_step
+        call_step = refusing_direct_backward(strategy.call_step, run.optimizers) if unscaled else strategy.call_step
         self.forward: Callable[..., Any] = during(run.phase, FORWARD, call_step)
         self.backward: Callable[[torch.Tensor], None] = during(run.phase, BACKWARD, strategy.backward)
         self.backward_with_hooks = _with_hooks(hooks, self.backward)
