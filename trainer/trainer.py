@@ -38,12 +38,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
-from trainer.loop.step import (
-    checked_loss,
-    even_window,
-    outputs_for_hooks,
-    without_items,
-)
+from trainer.loop.step import checked_loss, even_window, outputs_for_hooks, without_items
 from trainer.loop.training_state import rewind, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
@@ -875,8 +870,9 @@ class Trainer:
         At the end of an epoch or an evaluation the values are final, and are sent to the loggers. In the middle of an
         epoch, reading does not change the values of the epoch.
         """
-        wait_for_callers(self.strategy.processes, "read_metrics")
-        return self.run.values.read()
+        run = self.run
+        wait_for_callers(run.strategy.processes, "read_metrics")
+        return run.values.read()
 
     def clip_gradients(
         self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
