@@ -32,7 +32,7 @@ from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.callback_list import CallbackList
-from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
+from trainer.loop.evaluation import run_evaluation, run_prediction, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
 from trainer.loop.run import NO_RUN, NoRun, Run, Session
@@ -290,7 +290,7 @@ class Trainer:
         """
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_validation(run), verbose)
+            return self._results(run_evaluation(run), verbose)
 
     def test(
         self,
@@ -305,7 +305,7 @@ class Trainer:
         """Run `test_step` over the test loaders; arguments, results and errors are as in `validate`."""
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_test(run), verbose)
+            return self._results(run_evaluation(run), verbose)
 
     def predict(
         self,

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import bytes_of, slice_samples
 from trainer.data.sharded_loader import ShardedDataLoader
 from trainer.distributed.environment import detect_environment
@@ -36,7 +36,7 @@ def split_batches(run: Run) -> None:
     """
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is None:
         return
-    loader = _loader(run)
+    loader = _splittable(run.loaders.train)
     assert loader.batch_size is not None
     run.session.split_into(loader.split(_largest_divisor(loader.batch_size, run.session.fitting_samples)))
 
@@ -52,7 +52,7 @@ def find_fitting_batches(run: Run) -> None:
     """
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is not None:
         return
-    loader = _loader(run)
+    loader = _splittable(run.loaders.train)
     with loader.kept_data():
         batches = list(islice(loader.iterate(run.progress.epoch), FIRST_BATCHES))
     largest = max(batches, key=lambda batch: bytes_of(batch.data))
@@ -72,8 +72,8 @@ def find_fitting_batches(run: Run) -> None:
     run.strategy.processes.log.info(words, size, size * loader.parts)
 
 
-def _loader(run: Run) -> ShardedDataLoader:
-    loader = run.train_loader
+def _splittable(loader: BatchLoader | None) -> ShardedDataLoader:
+    """Return the training loader; raise ConfigError if its batches cannot be split."""
     if not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
         raise ConfigError(
             "accumulate_grad_batches='auto' needs a DataLoader with a batch_size over a map-style dataset, to take a "

@@ -17,13 +17,13 @@ from trainer.errors import ConfigError
 from trainer.guards.host_times import VALIDATION
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
-from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
+from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, Phase, during, each_wait
 from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
 from trainer.runs.hook_checks import takes
 from trainer.runs.monitors import refuse_misspelt_monitors
 from trainer.state.leaving import Leaving, Staying
 from trainer.state.no_trace import keeps_an_iterator, no_trace
-from trainer.strategy import eval_mode, synchronize_buffers
+from trainer.strategy import Strategy, eval_mode, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
@@ -45,9 +45,10 @@ class StageHooks:
         self.batch_end: Callable[..., None] = getattr(hooks, f"on_{stage}_batch_end")
 
 
-def run_validation(run: Run) -> list[dict[str, float]]:
-    """Run `Trainer.validate`; return the reductions by name, of each loader."""
-    return evaluate(run, StageHooks(run, "validation"), run.loaders.val, no_gradients(run.settings.inference_mode))
+def run_evaluation(run: Run) -> list[dict[str, float]]:
+    """Run `Trainer.validate` or `Trainer.test`; return the reductions by name, of each loader."""
+    hooks = StageHooks(run, "test" if run.stage == "test" else "validation")
+    return evaluate(run, hooks, run.loaders.evaluated, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> bool:
@@ -93,11 +94,6 @@ def sanity_check(run: Run) -> None:
             evaluate(run, hooks, run.loaders.val, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
         run.hooks.on_sanity_check_end()
     refuse_misspelt_monitors(run)
-
-
-def run_test(run: Run) -> list[dict[str, float]]:
-    """Run `Trainer.test`; return the reductions by name, of each loader."""
-    return evaluate(run, StageHooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -218,7 +214,7 @@ def run_batches(
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
-    batches = leaving.until_stopped(islice(_batches(run, loader), max_batches), loader, max_batches)
+    batches = leaving.until_stopped(islice(_batches(run.strategy, run.phase, loader), max_batches), loader, max_batches)
     for batch_idx, batch in enumerate(batches):
         run.activity.batch = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
@@ -241,11 +237,10 @@ def run_batches(
     run.activity.batch = None
 
 
-def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
+def _batches(strategy: Strategy, phase: Phase, loader: BatchLoader) -> Iterator[Batch]:
     """Yield a loader's batches. With collectives in the forward, processes with fewer batches repeat one as padding."""
     loader.measure(epoch=0)  # again, after the hooks
-    batches = each_wait(run.phase, EVALUATION_DATA, loader.iterate(epoch=0))
-    strategy = run.strategy
+    batches = each_wait(phase, EVALUATION_DATA, loader.iterate(epoch=0))
     if not strategy.collective_forward or strategy.processes.world_size == 1 or loader.samples_per_epoch is not None:
         yield from batches  # the loader of a plain DataLoader pads already
         return

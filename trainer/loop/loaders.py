@@ -18,6 +18,7 @@ from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
 from trainer.runs.hook_checks import takes
+from trainer.runs.resolved_config import ResolvedConfig
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -61,7 +62,7 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         refuse_data(val, "fit")
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
         if run.loaders.val:
-            _check_intervals(run)
+            _check_intervals(run.config, run.num_training_batches)
     else:
         kind = EVALUATED[run.stage]
         loaders, limit = given_or_made(kind), getattr(run.settings, f"limit_{kind}_batches")
@@ -117,9 +118,10 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
     return batch_loader
 
 
-def _check_intervals(run: Run) -> None:
-    interval, length = run.config.val_check_interval, run.num_training_batches
-    if run.settings.check_val_every_n_epoch is None:
+def _check_intervals(config: ResolvedConfig, length: int | None) -> None:
+    """Raise ConfigError if an epoch of this length, or of an unknown one, cannot have the validations asked for."""
+    interval = config.val_check_interval
+    if config.settings.check_val_every_n_epoch is None:
         return
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(

@@ -22,6 +22,7 @@ from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError, restoring
 from trainer.fault_tolerance.collective_check import end_listening
@@ -31,6 +32,7 @@ from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
 from trainer.loop.loaders import make_loaders
+from trainer.loop.progress import Clock
 from trainer.loop.run import Run, Session
 from trainer.loop.save_rehearsal import check_buffers_storable
 from trainer.loop.step import STEP_OVERRIDES
@@ -129,7 +131,7 @@ def start_run(
             run.connect_callbacks(caller)
             check_settings(run)
             check_folders_of_shards(run)
-            cleanup.callback(stop_listening, run)
+            cleanup.callback(stop_listening, run.strategy.processes, run.clock)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             choose_logger_folders(run, ckpt_path)
@@ -160,7 +162,7 @@ def start_run(
             end_with_error(run, error)
             raise
     run.clock.coordinator.send_again(run.clock.stop_reason)
-    exit_if_stopped(run)
+    exit_if_stopped(run.clock, run.strategy.processes)
 
 
 def start_processes(config: ResolvedConfig) -> None:
@@ -181,11 +183,11 @@ def join_processes(config: ResolvedConfig, cleanup: ExitStack) -> None:
     cleanup.callback(set_deterministic(config.settings.deterministic, config.settings.benchmark))
 
 
-def stop_listening(run: Run) -> None:
+def stop_listening(processes: SingleProcess, clock: Clock) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
-    if will_exit(run):
+    if will_exit(clock):
         keep_exit_code()
-    end_listening(run.strategy.processes, run.clock.coordinator)
+    end_listening(processes, clock.coordinator)
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
@@ -331,7 +333,7 @@ def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, An
     if checkpoint is not None:
         if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
             run.progress.resume(checkpoint["progress"])
-        restore_data(run, checkpoint)
+        restore_data(run.datamodule, checkpoint)
     with run.loader_epochs.asking(), drawing_as_before(run, checkpoint):
         make_loaders(run, given)
 

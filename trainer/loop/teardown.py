@@ -13,6 +13,7 @@ import torch
 
 from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.slurm import requeue
 from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
@@ -20,9 +21,11 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
+from trainer.loop.progress import Clock
 from trainer.loop.run import Run
 from trainer.runs.run_directory import note_end
 from trainer.runs.terminal import print_text
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -117,7 +120,7 @@ def _explain(run: Run, error: BaseException) -> TrainerError | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (
         run.guards.explain(error)
-        or _explain_shards(run, error, frames)
+        or _explain_shards(run.strategy, error, frames)
         or explain_torch_error(error)
         or _explain_restored_state(run, error, frames)
     )
@@ -129,13 +132,13 @@ _SHARD_WORDS = ("DTensor", "invalid python storage", "FSDP does not support deep
 """Words in other such errors; the last two are of copies."""
 
 
-def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
+def _explain_shards(strategy: Strategy, error: Exception, frames: list[FrameType]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
     of_torch = any(frame.f_globals.get("__name__", "").startswith(_SHARD_MODULES) for frame in frames)
-    if not run.strategy.shards_state or not (of_torch or any(words in str(error) for words in _SHARD_WORDS)):
+    if not strategy.shards_state or not (of_torch or any(words in str(error) for words in _SHARD_WORDS)):
         return None
     return ConfigError(
-        f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
+        f"a parameter was used here as a full tensor, and strategy {strategy.name!r} keeps shards of the "
         "parameters. In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to "
         f"change it); within a step call the layer, instead of using its parameter. {INSTEAD_OF_PENALTIES} Pruning and "
         "copy.deepcopy come before fit or in configure_model, and an optimizer that needs full parameters needs "
@@ -166,19 +169,19 @@ def log_secondary_errors(what: str) -> Iterator[None]:
         log.warning("%s failed too, while the run was ending with an error:", what, exc_info=True)
 
 
-def exit_if_stopped(run: Run) -> None:
+def exit_if_stopped(clock: Clock, processes: SingleProcess) -> None:
     """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
-    if not will_exit(run):
+    if not will_exit(clock):
         return
-    code = exit_code(run.clock.stop_reason)
-    if code == EXIT_RETRY and run.strategy.processes.is_global_zero:
+    code = exit_code(clock.stop_reason)
+    if code == EXIT_RETRY and processes.is_global_zero:
         requeue()
-    sys.exit(restart_safe_exit_code(code, run.strategy.processes.store))
+    sys.exit(restart_safe_exit_code(code, processes.store))
 
 
-def will_exit(run: Run) -> bool:
-    """Return True if a signal or deadline has stopped the run, and it ends this process."""
-    return run.clock.shutting_down and exit_code(run.clock.stop_reason) != 0 and not in_interactive_session()
+def will_exit(clock: Clock) -> bool:
+    """Whether a signal or deadline has stopped the run, and it ends this process."""
+    return clock.shutting_down and exit_code(clock.stop_reason) != 0 and not in_interactive_session()
 
 
 def in_interactive_session() -> bool:

@@ -27,6 +27,7 @@ from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dty
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
@@ -82,7 +83,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         # Before the first step of a resumed run the checkpoint's states are still to be restored.
         "rng": run.generators.to_restore or run.generators.state(saves=True),
         "epoch_rng": run.generators.state_of_epoch(),
-        "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
+        "loader": run.guards.skipping.loader_state or _state_of(run.loaders.train),
         "metrics": metrics_state(run.metrics),
         "hook_changes": run.hook_changes.state_dict(),
         "postponed_stop": run.clock.postponed_stop,
@@ -96,7 +97,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "schedulers": [without_generators(config.scheduler.state_dict()) for config in run.scheduler_configs],
         "scaler": _state_of(strategy.scaler),
         "progress": run.progress.state_dict(),
-        "global_micro_batch": _global_micro_batch(run),
+        "global_micro_batch": _global_micro_batch(run.loaders.train, strategy.processes),
         **({} if session.fitting_samples is None else {"fitting_samples": session.fitting_samples}),
         "callback_metrics": dict(session.latest.all),
         "measured": {name: measured._asdict() for name, measured in session.latest.measured.items()},
@@ -460,11 +461,11 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
         raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another scheduler or scaler")
 
 
-def restore_data(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def restore_data(datamodule: DataModule | None, checkpoint: Mapping[str, Any]) -> None:
     """Restore the data module, before it is asked for loaders."""
-    if run.datamodule is not None and checkpoint["data"]:
+    if datamodule is not None and checkpoint["data"]:
         with restoring("the state of the data module"):
-            run.datamodule.load_state_dict(checkpoint["data"])
+            datamodule.load_state_dict(checkpoint["data"])
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -511,7 +512,7 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     with loaded_by_hooks(checkpoint) as shown:
         run.hooks.on_load_checkpoint(shown)
     load_weights(strategy, checkpoint)
-    restore_data(run, checkpoint)
+    restore_data(run.datamodule, checkpoint)
     restore_training(run, checkpoint)
     assert run.loaders.train is not None
     run.loaders.train.close()
@@ -591,10 +592,11 @@ def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _global_micro_batch(run: Run) -> int | None:
+def _global_micro_batch(loader: BatchLoader | None, processes: SingleProcess) -> int | None:
     """Return the samples of a micro-batch, summed over all readers; None: unknown."""
-    size = run.train_loader.batch_size if run.train_loader is not None else None
-    return None if size is None else size * run.strategy.processes.readers
+    if loader is None or loader.batch_size is None:
+        return None
+    return loader.batch_size * processes.readers
 
 
 def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -602,8 +604,8 @@ def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
 
     They are not turned if the micro-batches grow while a run trains: it began with the same ones as the run before.
     """
-    progress, loader = run.progress, run.train_loader
-    now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
+    progress, loader = run.progress, run.loaders.train
+    now, before = _global_micro_batch(loader, run.strategy.processes), checkpoint.get("global_micro_batch")
     alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.get("micro_batch")
     if before is not None and now is not None and not alike:
         assert loader is not None
