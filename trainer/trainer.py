@@ -521,7 +521,7 @@ class Trainer:
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
-        if run.checkpoint_callbacks and not run.clock.is_up(run.progress.epoch):
+        if run.checkpoint_callbacks and not run.clock.is_complete(run.progress.epoch):
             rehearse_save(run)
 
     def _train_epoch(self, run: Run) -> None:
@@ -690,7 +690,7 @@ class Trainer:
         for optimizer in run.optimizers:
             judge.measure(optimizer)
             run.step.prepare_update(optimizer)
-        known = judge.knows(run.optimizers)
+        known = judge.knows_norms(run.optimizers)
         bad = judge.judge(run.optimizers, window) if known else None
         # With loss scaling, and where the norm is known after the step only, that itself refuses such gradients.
         if bad is None or run.strategy.scaler is not None:
@@ -795,7 +795,7 @@ class Trainer:
         run.metrics.read_losses()
         run.guards.check_numbers(training=True)
         run.generators.restore()  # of a resumed run that has nothing left to train
-        run.clock.take_last_stop(complete=not run.epoch.in_progress and run.clock.is_up(run.progress.epoch))
+        run.clock.take_last_stop(complete=not run.epoch.in_progress and run.clock.is_complete(run.progress.epoch))
         # The checkpoint comes first: for a run that resumes from it, the epoch and the training end later.
         run.saving_hooks.on_train_end()
         if run.epoch.in_progress and not exit_code(run.clock.stop_reason):
@@ -813,7 +813,7 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        return run.clock.stops() or run.num_training_batches == 0 or run.clock.is_up(run.progress.epoch)
+        return run.clock.stops() or run.num_training_batches == 0 or run.clock.is_complete(run.progress.epoch)
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""

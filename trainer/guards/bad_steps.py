@@ -170,7 +170,7 @@ class BadSteps:
         """Accept a step that changes nothing, because the module has skipped all its batches."""
         self._metrics.release(keep=True)
 
-    def knows(self, optimizers: list[Optimizer]) -> bool:
+    def knows_norms(self, optimizers: list[Optimizer]) -> bool:
         """Whether the norms are known before the step; if not, the strategy's step refuses infinite ones and NaN."""
         return all(self._norms.of(optimizer) is not None for optimizer in optimizers)
 

@@ -32,7 +32,7 @@ class GradientNorms:
         if self._kept(optimizer) is None:
             self._keep(optimizer, norm)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def mark_stepped(self, optimizer: Optimizer) -> None:
         """Keep the norm for the hooks that follow, until the optimizer begins another step in this window."""
         self._stepped.add(id(optimizer))
 

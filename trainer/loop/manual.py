@@ -113,7 +113,7 @@ class ManualOptimization:
         self._in_step = True
         self.run.step.update_alone(optimizer, closure, **options)
         self._in_step = False
-        self.run.guards.gradient_norms.stepped(optimizer)
+        self.run.guards.gradient_norms.mark_stepped(optimizer)
 
     @contextmanager
     def _refusing_direct_calls(self) -> Iterator[None]:
@@ -202,7 +202,7 @@ class ManualOptimizer:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         norms = self._run.guards.gradient_norms
-        norms.stepped(self.optimizer)
+        norms.mark_stepped(self.optimizer)
         with self._manual.forward_context():
             result = closure()
         if self._result is None:

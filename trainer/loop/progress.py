@@ -185,9 +185,13 @@ class LoaderEpochs:
     def __init__(self, every: int, progress: Progress, generators: Generators) -> None:
         self._every, self._progress, self._generators = every, progress, generators
 
-    def of(self, epoch: int) -> int:
+    def made_for(self, epoch: int) -> int:
         """Return the epoch for which the loaders of an epoch are made."""
         return epoch - epoch % self._every if self._every else 0
+
+    def same_loaders(self, epoch: int) -> bool:
+        """Whether an epoch has the same loaders as the epoch in progress."""
+        return self.made_for(epoch) == self.made_for(self._progress.epoch)
 
     def call_when_due(self, reload: Callable[[], None]) -> None:
         """Set the function that makes new loaders."""
@@ -195,7 +199,7 @@ class LoaderEpochs:
 
     def reload_if_due(self) -> None:
         """Make new loaders if the present ones were made for another epoch. Collective."""
-        if self.of(self._progress.epoch) != self._generators.epoch_of_loaders:
+        if self.made_for(self._progress.epoch) != self._generators.epoch_of_loaders:
             self._generators.begin_loaders()
             self._reload()
 
@@ -203,7 +207,7 @@ class LoaderEpochs:
     def asking(self) -> Iterator[None]:
         """Ask the user for loaders in the block: the epoch shown there is the one for which they are made."""
         epoch = self._progress.epoch
-        self._progress.epoch = self._generators.epoch_of_loaders = self.of(epoch)
+        self._progress.epoch = self._generators.epoch_of_loaders = self.made_for(epoch)
         try:
             yield
         finally:
@@ -224,7 +228,7 @@ class ValidationClock:
         self._last = time.monotonic()
         self._decided = (0, False)
 
-    def is_up(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return True if a validation is due after `step`; the same answer however often it is asked. Collective."""
         if self._decided[0] != step:
             is_up = False
@@ -317,13 +321,13 @@ class Clock:
             self.stop_reason = self.coordinator.check(self._progress.step)
         return self.stop_reason is not None
 
-    def is_up(self, epochs: int) -> bool:
+    def is_complete(self, epochs: int) -> bool:
         """Whether the training is complete, with the steps done so far and this number of epochs."""
         return self._progress.step >= self.last_step or epochs >= self.last_epoch
 
     def decide_end(self) -> None:
         """Decide at the end of an epoch, before its checkpoint is written, whether it is the last one."""
-        ends = self.stops() or self.is_up(self._progress.epoch + 1)
+        ends = self.stops() or self.is_complete(self._progress.epoch + 1)
         self.ends = ends and not exit_code(self.stop_reason)
 
     def take_last_stop(self, complete: bool) -> None:

@@ -181,7 +181,7 @@ class Epoch:
         if self.validation_interval is None or batch == 0:
             return False
         if self._clock.validations is not None:
-            return self._clock.validations.is_up(self._progress.step)
+            return self._clock.validations.is_due(self._progress.step)
         window = self._progress.window or batch % micro_batches or micro_batches
         if self._config.settings.check_val_every_n_epoch is None:
             batch += self._progress.batches_before

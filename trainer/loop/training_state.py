@@ -400,7 +400,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
     # Loaders that were made for a later epoch begin at their first batch.
-    same = run.loader_epochs.of(checkpoint["progress"]["epoch"]) == run.loader_epochs.of(run.progress.epoch)
+    same = run.loader_epochs.same_loaders(checkpoint["progress"]["epoch"])
     assert run.loaders.train is not None
     if checkpoint["loader"][rank] and same:
         run.loaders.train.load_state_dict(checkpoint["loader"][rank])
@@ -414,7 +414,7 @@ def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[N
         yield
         return
     of_epoch, rng = checkpoint["epoch_rng"][rank], checkpoint["rng"]
-    made = run.loader_epochs.of(run.progress.epoch) == of_epoch["epoch"]
+    made = run.loader_epochs.made_for(run.progress.epoch) == of_epoch["epoch"]
     run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
     if not made:  # the run continues with the states after they were made
@@ -573,7 +573,7 @@ def _about(run: Run) -> dict[str, Any]:
     if run.session.began is not None:
         about["began"] = run.session.began
     if run.stage == "fit":
-        about["finished"] = run.clock.is_up(progress.epoch + progress.epoch_ended)
+        about["finished"] = run.clock.is_complete(progress.epoch + progress.epoch_ended)
         reason = run.clock.stop_reason or run.clock.coordinator.wanted
         if reason is not None and not exit_code(reason):
             about["stopped"] = reason.partition(":")[0]

@@ -122,7 +122,7 @@ def _facts_to_compare(run: Run, checkpoint: Mapping[str, Any]) -> Facts:
     saved: Facts = {**checkpoint.get("facts", {})}
     of_call = facts_of_call(checkpoint["seed"], checkpoint.get("hyperparameters"))
     saved = {**saved, **of_call, "callbacks": _facts_of_same_callbacks(run, checkpoint, saved.get("callbacks", {}))}
-    if run.loader_epochs.of(checkpoint["progress"]["epoch"]) == run.loader_epochs.of(run.progress.epoch):
+    if run.loader_epochs.same_loaders(checkpoint["progress"]["epoch"]):
         return saved
     return {name: facts for name, facts in saved.items() if not GROUPS.get(name, FactGroup("")).of_loader}
 
