@@ -33,25 +33,21 @@ class TrainableParameters:
         self._tables = ParameterTables(self._module)
         self._names = {name: p.requires_grad for name, p in self._module.named_parameters()}
         self._parameters = list(self._module.parameters())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._optimized = self._in_optimizers()
-        self._groups = self._number_of_groups()
+        self._flags_and_groups, self._optimized = self._look()
 
-    def _in_optimizers(self) -> set[int]:
-        """Return the identities of the parameters in the optimizers."""
-        return optimized_parameters(self._optimizers)
-
-    def _number_of_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+    def _look(self) -> tuple[tuple[list[bool], int], set[int]]:
+        """Return which parameters train, with the number of groups; and the identities of the optimized parameters."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+        return (flags, groups), optimized_parameters(self._optimizers)
 
     def _have_changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, added, removed or replaced, in the module or an optimizer.
 
         Compares without names, which would cost time; not the groups under DeepSpeed, which empties them in its steps.
         """
-        flags = [parameter.requires_grad for parameter in self._parameters]
-        optimized = self._in_optimizers()
-        if flags != self._flags or self._number_of_groups() != self._groups or self._has_other_parameters():
+        flags_and_groups, optimized = self._look()
+        if flags_and_groups != self._flags_and_groups or self._has_other_parameters():
             return True
         return optimized != self._optimized and bool(optimized)
 
@@ -103,7 +99,7 @@ class TrainableParameters:
             raise ConfigError(f"the processes train different parameters: {error}") from None
         log.info("from this step on: %s", changes)
         self._strategy.parameters_changed(changes, self._optimizers)
-        untrained = describe_untrained(self._tables, self._in_optimizers())
+        untrained = describe_untrained(self._tables, optimized_parameters(self._optimizers))
         if untrained:
             raise ConfigError(untrained)
         self._remember()

@@ -249,12 +249,12 @@ def _batches(strategy: Strategy, phase: Phase, loader: BatchLoader) -> Iterator[
         batch = next(batches, None)
         last = batch if batch is not None else last and last._replace(samples=0)
         ranks = strategy.processes.all_gather_object((batch is not None, last is not None))
-        if not any(has_next for has_next, _ in ranks):
+        has_next, has_any = zip(*ranks, strict=True)
+        if not any(has_next):
             return
-        without = [rank for rank, (_, has_any) in enumerate(ranks) if not has_any]
-        if without:
+        if not all(has_any):
             raise ConfigError(
-                f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
+                f"the loader gives rank {has_any.index(False)} no batch at all, but others have some, and strategy "
                 f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."
             )
         assert last is not None
