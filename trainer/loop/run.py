@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from trainer.data.loader import BatchLoader, Loaders
 from trainer.fault_tolerance.collective_check import require_same_call
 from trainer.guards.gradient_norms import clipping_finds_norm
 from trainer.guards.guards import Guards
-from trainer.guards.host_times import SAVING, HostTimes
+from trainer.guards.host_times import CALLBACKS, SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
@@ -333,8 +333,8 @@ class Run:
         # A run continues from a full checkpoint, which knows only the checkpoints that were written before it.
         savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
         self.saving_hooks = CallbackList(savers, caller, self.module, self.phase)
-        self.times.time_hooks(self.hooks)
-        self.times.time_hooks(self.saving_hooks, SAVING)
+        self.hooks.wrap_calls(partial(self.times.timed, CALLBACKS))
+        self.saving_hooks.wrap_calls(partial(self.times.timed, SAVING))
         self.transfer = Transfer(self.module, self.datamodule, self.strategy, self.phase, self.times)
 
     def listen_for_stops(self) -> None:
