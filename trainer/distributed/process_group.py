@@ -18,7 +18,8 @@ from trainer.errors import TrainerError
 
 T = TypeVar("T")
 
-_LOG, _SILENT = logging.getLogger("trainer"), logging.getLogger("trainer.silent")
+_LOG = logging.getLogger("trainer")
+_SILENT = logging.Logger("trainer")  # not registered, so that no configuration of logging enables it
 _SILENT.disabled = True
 
 
