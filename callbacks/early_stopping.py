@@ -14,7 +14,7 @@ from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
-from trainer.runs.monitors import may_still_be_logged, refuse_missing_monitors
+from trainer.runs.monitors import refuse_missing_monitors
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -189,7 +189,7 @@ class EarlyStopping(Callback):
         if measured is None:
             if self.strict:
                 refuse_missing_monitors(trainer.run)
-            elif not self._warned and not may_still_be_logged(trainer.run, self.monitor):
+            elif not self._warned and not trainer.run.may_still_be_logged(self.monitor):
                 self._warned = True
                 log.warning("%s This check is skipped (strict=False).", not_logged(self._owner, self.monitor, logged))
         elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):

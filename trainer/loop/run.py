@@ -36,6 +36,7 @@ from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler, needs_closure
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
+from trainer.runs.hook_checks import users_callbacks
 from trainer.runs.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.seed import seed_readers
 from trainer.settings import Settings
@@ -476,6 +477,16 @@ class Run:
                 windows = {0: self.settings.window, **callback.scheduling}
         first_epochs = [*sorted(epoch for epoch in windows if epoch < max_epochs), max_epochs]
         return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
+
+    def may_still_be_logged(self, name: str) -> bool:
+        """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
+        if self.loaders.val and self.progress.validated_step == -1:
+            return True
+        users = users_callbacks(self.callbacks, "on_train_epoch_end") or self.module.overrides("on_train_epoch_end")
+        if users and self.progress.epoch == 0 and not self.progress.epoch_ended:
+            return True
+        logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
+        return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
     def _owners(self) -> dict[str, Any]:
         """Return the user's objects that may hold random generators, by name."""

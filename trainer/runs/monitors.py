@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from trainer.data.fingerprints import codes_in
 from trainer.errors import did_you_mean, raise_problems
-from trainer.runs.hook_checks import users_callbacks
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -38,23 +37,12 @@ def refuse_missing_monitors(run: Run) -> None:
     known = run.values.read()
 
     def missing(name: str) -> bool:
-        return name not in run.session.latest.measured and name not in known and not may_still_be_logged(run, name)
+        return name not in run.session.latest.measured and name not in known and not run.may_still_be_logged(name)
 
     problems = _problems(run, known, missing)
     if problems:
         run.saving_hooks.on_train_end()
         raise_problems(problems, "monitored names")
-
-
-def may_still_be_logged(run: Run, name: str) -> bool:
-    """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
-    if run.loaders.val and run.progress.validated_step == -1:
-        return True
-    users = users_callbacks(run.callbacks, "on_train_epoch_end") or run.module.overrides("on_train_epoch_end")
-    if users and run.progress.epoch == 0 and not run.progress.epoch_ended:
-        return True
-    logged = set().union(*run.strategy.processes.all_gather_object(run.metrics.names))
-    return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
 
 def _problems(run: Run, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
