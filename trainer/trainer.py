@@ -988,17 +988,17 @@ class Trainer:
     @property
     def training(self) -> bool:
         """Whether `fit` is in progress, from its first hook to its last, and is not validating."""
-        return self._last.activity.training
+        return self._last.activity.name == "training"
 
     @property
     def validating(self) -> bool:
         """Whether a validation is in progress, inside `fit` or in `validate`."""
-        return self._last.activity.validating
+        return self._last.activity.name == "validating"
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the validation batches before training are in progress."""
-        return self._last.activity.sanity_checking
+        return self._last.activity.name == "sanity checking"
 
     @property
     def evaluating(self) -> bool:

@@ -98,7 +98,7 @@ class LoggedValues:
 
     def read(self) -> dict[str, float]:
         """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
-        metrics, counts = self._metrics, not self._activity.sanity_checking
+        metrics, counts = self._metrics, self._activity.name != "sanity checking"
         self.update(metrics.read_step())
         if counts and self._activity.evaluating:
             self.send(metrics.read_epoch(metrics.evaluation_hooks))
@@ -129,13 +129,13 @@ class LoggedValues:
 
         `complete`: False for means over a part of an epoch, which belong to no step.
         """
-        self._guards.check_numbers(self._activity.training)
+        self._guards.check_numbers(self._activity.name == "training")
         measured, step = self.latest.measured, self._progress.step
         for name, value in values.all.items():
             kind, latest = values.kinds[name], measured.get(name, _NEVER)
             if not complete or kind == "past":
                 measured.setdefault(name, Measured(value, -1, "interim"))
-            elif self._activity.validating and kind == "epoch":
+            elif self._activity.name == "validating" and kind == "epoch":
                 measured[name] = Measured(value, step, "validation")
             elif latest.kind == "validation":
                 self._also_trained.add(name)

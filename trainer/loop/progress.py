@@ -89,6 +89,10 @@ class Progress:
             setattr(self, field.name, state[field.name])
 
 
+ActivityName = Literal["sanity checking", "training", "validating"]
+_FIRST_ACTIVITY: dict[str, ActivityName] = {"fit": "training", "validate": "validating"}
+
+
 class Activity:
     """The part of a stage in progress. An error leaves it unchanged, for `on_exception`.
 
@@ -101,22 +105,8 @@ class Activity:
 
     def __init__(self, stage: str | None) -> None:
         self._stage = stage
-        self.name = {"fit": "training", "validate": "validating"}.get(stage or "")
-
-    @property
-    def training(self) -> bool:
-        """Whether this is a `fit`, from its first hook to its last, and it is not validating."""
-        return self.name == "training"
-
-    @property
-    def validating(self) -> bool:
-        """Whether a validation is in progress, inside `fit` or in `validate`."""
-        return self.name == "validating"
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are in progress."""
-        return self.name == "sanity checking"
+        self.name: ActivityName | None = _FIRST_ACTIVITY.get(stage or "")
+        """Training lasts from the first hook of a `fit` to its last, except for validations; None: something else."""
 
     @property
     def evaluating(self) -> bool:
@@ -124,7 +114,7 @@ class Activity:
         return self.name in ("validating", "sanity checking") or self._stage == "test"
 
     @contextmanager
-    def during(self, name: Literal["sanity checking", "validating"]) -> Iterator[None]:
+    def during(self, name: ActivityName) -> Iterator[None]:
         """Evaluate in the block, and then continue with what was in progress."""
         before, self.name = self.name, name
         yield
