@@ -1194,7 +1194,7 @@ class Trainer:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.val_loaders.values()]
+        return _lengths(self.val_loaders)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -1205,12 +1205,12 @@ class Trainer:
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.test_loaders.values()]
+        return _lengths(self.test_loaders)
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each prediction loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.predict_loaders.values()]
+        return _lengths(self.predict_loaders)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -1398,6 +1398,10 @@ class Trainer:
     reload_dataloaders_every_n_epochs = Alias("settings.reload_dataloaders_every_n_epochs")
     deterministic = Alias("settings.deterministic")
     inference_mode = Alias("settings.inference_mode")
+
+
+def _lengths(loaders: dict[str, BatchLoader]) -> list[int | float]:
+    return [_or_infinite(loader.length) for loader in loaders.values()]
 
 
 def _or_infinite(batches: int | None) -> int | float:
