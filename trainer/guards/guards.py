@@ -119,6 +119,10 @@ class Guards:
         """The number of windows whose forward this process has begun, if it is one of several."""
         return 0 if self.trainable is None else self.trainable.windows
 
-    def explain(self, error: Exception) -> ConfigError | None:
-        """Return a ConfigError for an error that a change of the trainable parameters has caused; None for others."""
-        return None if self.trainable is None else self.trainable.explain(error)
+    def explain(self, raised_in: str) -> ConfigError | None:
+        """Return a ConfigError for an error that a change of the trainable parameters has caused; None for others.
+
+        Args:
+            raised_in: the module that has raised the error.
+        """
+        return None if self.trainable is None else self.trainable.explain(raised_in)

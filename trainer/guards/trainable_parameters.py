@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 
 from torch.optim import Optimizer
 
@@ -76,12 +75,11 @@ class TrainableParameters:
         if self._have_changed():
             raise self._changed_within()
 
-    def explain(self, error: BaseException) -> ConfigError | None:
+    def explain(self, raised_in: str) -> ConfigError | None:
         """Return the error for a change since the window's first forward, if torch or DeepSpeed has failed after it."""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        raised_in = frame.f_globals.get("__name__", "").split(".")[0]
         try:
-            return self._changed_within() if raised_in in ("torch", "deepspeed") and self._have_changed() else None
+            of_library = raised_in.split(".")[0] in ("torch", "deepspeed")
+            return self._changed_within() if of_library and self._have_changed() else None
         except ConfigError as change:  # raised by the strategy for the change
             return change
 

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import FrameType
 
 import torch
 
@@ -117,12 +116,12 @@ def _explain(run: Run, error: BaseException) -> TrainerError | None:
     """Return the first explanation of an error of torch or of the user's code; None if there is none."""
     if not isinstance(error, Exception) or isinstance(error, TrainerError):
         return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (
-        run.guards.explain(error)
-        or _explain_shards(run.strategy, error, frames)
+        run.guards.explain(modules[-1])
+        or _explain_shards(run.strategy, error, modules)
         or explain_torch_error(error)
-        or _explain_restored_state(run, error, frames)
+        or _explain_restored_state(run, error, modules)
     )
 
 
@@ -132,9 +131,9 @@ _SHARD_WORDS = ("DTensor", "invalid python storage", "FSDP does not support deep
 """Words in other such errors; the last two are of copies."""
 
 
-def _explain_shards(strategy: Strategy, error: Exception, frames: list[FrameType]) -> ConfigError | None:
+def _explain_shards(strategy: Strategy, error: Exception, modules: list[str]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
-    of_torch = any(frame.f_globals.get("__name__", "").startswith(_SHARD_MODULES) for frame in frames)
+    of_torch = any(module.startswith(_SHARD_MODULES) for module in modules)
     if not strategy.shards_state or not (of_torch or any(words in str(error) for words in _SHARD_WORDS)):
         return None
     return ConfigError(
@@ -146,11 +145,11 @@ def _explain_shards(strategy: Strategy, error: Exception, frames: list[FrameType
     )
 
 
-def _explain_restored_state(run: Run, error: Exception, frames: list[FrameType]) -> CheckpointError | None:
+def _explain_restored_state(run: Run, error: Exception, modules: list[str]) -> CheckpointError | None:
     """Return a CheckpointError for an error inside torch's optimizers and schedulers whose states were restored."""
     if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _STATE_ERRORS):
         return None
-    in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.optim") for frame in frames)
+    in_torch = any(module.startswith("torch.optim") for module in modules)
     if not in_torch or isinstance(error, torch.OutOfMemoryError):
         return None
     return CheckpointError(
