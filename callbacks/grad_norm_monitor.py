@@ -10,7 +10,7 @@ import torch
 
 from trainer.callback import Callback
 from trainer.callbacks.lr_monitor import group_names, named_optimizers, require_own_name
-from trainer.guards.gradient_norms import clipping_finds_norm
+from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class GradNormMonitor(Callback):
             if self.update_norm and self._before is None:
                 self._before = [weight.local.clone() for weight in own_parameters(trainer.strategy)]
             self._measure_groups(trainer, optimizer)
-        if not clipping_finds_norm(trainer.settings, pl_module):
+        if not clipping_finds_it(trainer.settings, pl_module):
             norm = trainer.gradient_norm(optimizer)
             if norm is not None:
                 self._norms[id(optimizer)] = norm

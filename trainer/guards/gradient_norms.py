@@ -62,7 +62,7 @@ class GradientNorms:
         return norm if window == self._metrics.window else None
 
 
-def clipping_finds_norm(settings: Settings, module: TrainModule) -> bool:
+def clipping_finds_it(settings: Settings, module: TrainModule) -> bool:
     """Whether the trainer finds the norm when it clips by norm, after `on_before_optimizer_step`."""
     clips = settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "norm"
     return clips and module.automatic_optimization and not module.overrides("configure_gradient_clipping")

@@ -93,7 +93,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with run.generators.isolated(), limited_memory(_limit(run.strategy.device)):
+        with run.generators.isolated(), limited_memory(_limit(run)):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
@@ -107,7 +107,8 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
         return False
     finally:
         gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
@@ -128,7 +129,7 @@ def _copy_sharing_weights(module: TrainModule) -> TrainModule:
     return copied
 
 
-def _limit(device: torch.device) -> int | None:
-    """Return the bytes that a trial may take on a CPU, where allocations do not fail in time; None: no limit."""
-    free = free_memory() if device.type == "cpu" else None
+def _limit(run: Run) -> int | None:
+    """Return the bytes that a trial may take on a CPU, where no allocation fails in time; None: no limit."""
+    free = free_memory() if run.strategy.device.type == "cpu" else None
     return None if free is None else free * 9 // 10 // detect_environment().local_world_size

@@ -21,7 +21,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.fault_tolerance.collective_check import require_same_call
-from trainer.guards.gradient_norms import clipping_finds_norm
+from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import CALLBACKS, SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
@@ -262,7 +262,7 @@ class Run:
     saving_hooks: CallbackList
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts to compare with a resumed run; see runs/facts.py."""
+    """Facts with which a resumed run is compared, see runs/facts.py."""
     identity_of_facts: Mapping[str, str] | None = None
     """The identity of the training loader when a checkpoint last left out facts that have changed while training."""
     resumed_from: StoragePath | None = None
@@ -353,7 +353,7 @@ class Run:
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts to compare with a resumed run, once they are known."""
+        """Add facts with which a resumed run is compared, as soon as they are known."""
         self.facts = {**self.facts, **facts}
 
     def replace_changing_facts(
@@ -417,7 +417,7 @@ class Run:
         self.session.training_batches = self.num_training_batches
         self.guards.begin_training(self.hooks, self.loaders, self.closure_needed)
         if self.step_guard is not None:
-            measures = not clipping_finds_norm(self.settings, self.module)
+            measures = not clipping_finds_it(self.settings, self.module)
             self.guards.judge_steps(self.step_guard, self.loaders, measures)
         self.manual = None if self.module.automatic_optimization else manual
         self.step = Step(self)

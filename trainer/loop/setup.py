@@ -280,7 +280,7 @@ def build_module(
             refuse_adapters_of_other_weights(module, pretrained)
         check_weights(run, pretrained)
     if training:
-        record_module(run)
+        note_module(run)
     if checkpoint is not None:
         if not training:
             checkpoint["model"] = evaluated_weights(checkpoint)
@@ -302,15 +302,15 @@ def build_module(
     run.allow_weights()
 
 
-def record_module(run: Run) -> None:
-    """Record the facts of a module that is to be trained, and check its buffers before the first checkpoint."""
+def note_module(run: Run) -> None:
+    """Note the facts of a module that is to be trained, and check what else only the first checkpoint would."""
     run.record_facts({"module": facts_of_module(run.module, run.strategy.precision)})
     if run.checkpoint_callbacks:
         check_buffers_storable(run.module)
 
 
 def build_layers(run: Run) -> None:
-    """Call `configure_model`, and refuse layers that the strategy cannot train."""
+    """Call `configure_model`, and refuse layers that the strategy cannot have."""
     module, strategy = run.module, run.strategy
     module.configure_model()
     if run.config.sync_batchnorm and strategy.processes.world_size > 1:
@@ -319,7 +319,7 @@ def build_layers(run: Run) -> None:
 
 
 def check_built(module: TrainModule, strategy: Strategy, training: bool) -> None:
-    """Check that the strategy can train a module whose layers are built, and that all processes have the same."""
+    """Check that the strategy can take a module whose layers are built, the same on all processes. Collective."""
     if training or strategy.shards_state:
         refuse_lazy(module)
     use_separate_elements(module)
@@ -391,11 +391,11 @@ def build_optimizers(run: Run) -> None:
     run.record_facts(facts_of_training(run, optimizers, schedulers))
     record_data(run)
     give_hints(run)
-    assert run.loaders.train is not None
+    assert run.train_loader is not None
     steps = step_options(
         settings,
         accumulate_grad_batches=run.session.accumulate_grad_batches,
-        micro_batch_size=run.loaders.train.batch_size,
+        micro_batch_size=run.train_loader.batch_size,
         schedulers=[config.scheduler for config in schedulers],
         run_dir=None if settings.fast_dev_run else run.session.run_dir,
         reuses_memory=run.reuses_memory,

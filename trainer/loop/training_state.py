@@ -97,7 +97,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "schedulers": [without_generators(config.scheduler.state_dict()) for config in run.scheduler_configs],
         "scaler": _state_of(strategy.scaler),
         "progress": run.progress.state_dict(),
-        "global_micro_batch": _global_micro_batch(run.loaders.train, strategy.processes),
+        "global_micro_batch": _global_micro_batch(run),
         **({} if session.fitting_samples is None else {"fitting_samples": session.fitting_samples}),
         "callback_metrics": dict(session.latest.all),
         "measured": {name: measured._asdict() for name, measured in session.latest.measured.items()},
@@ -592,11 +592,10 @@ def name_of_run_dir(run_dir: Path, settings: Settings) -> str:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _global_micro_batch(loader: BatchLoader | None, processes: SingleProcess) -> int | None:
+def _global_micro_batch(run: Run) -> int | None:
     """Return the samples of a micro-batch, summed over all readers; None: unknown."""
-    if loader is None or loader.batch_size is None:
-        return None
-    return loader.batch_size * processes.readers
+    size = run.train_loader.batch_size if run.train_loader is not None else None
+    return None if size is None else size * run.strategy.processes.readers
 
 
 def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -604,11 +603,10 @@ def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
 
     They are not turned if the micro-batches grow while a run trains: it began with the same ones as the run before.
     """
-    progress, loader = run.progress, run.loaders.train
-    now, before = _global_micro_batch(loader, run.strategy.processes), checkpoint.get("global_micro_batch")
+    progress, loader = run.progress, run.train_loader
+    now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
     alike = before == now or checkpoint["facts"].get("micro_batch", {}) == run.facts.get("micro_batch")
-    if before is not None and now is not None and not alike:
-        assert loader is not None
+    if loader is not None and before is not None and now is not None and not alike:
         progress.count_in_batches(place_in_epoch(loader, progress.batch, before, now), before, now)
 
 
