@@ -463,7 +463,7 @@ class ModelCheckpoint(Checkpoint):
         Args:
             renew: replace this step's checkpoint all the same, because the epoch's values have come since.
         """
-        if trainer.run.is_over:
+        if trainer.run.clock.is_over:
             return
         checkpoints, metrics, value = self._checkpoints, trainer.read_metrics(), self._value(trainer.run)
         again = checkpoints.listed.step == trainer.global_step
@@ -503,7 +503,7 @@ class ModelCheckpoint(Checkpoint):
         """Return the monitored value of this step; None if it was not measured at this step."""
         if self.monitor in ("epoch", "step"):
             return float(run.progress.epoch_of_step if self.monitor == "epoch" else run.progress.step)
-        measured = run.monitored(self.monitor or "")
+        measured = run.values.monitored(self.monitor or "")
         if measured is None or measured.step != run.progress.step:
             return None
         if measured.kind == "interim" and self.every_n_epochs is not None:

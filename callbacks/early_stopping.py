@@ -185,11 +185,11 @@ class EarlyStopping(Callback):
 
     def _check(self, trainer: Trainer, checked_at: str) -> None:
         logged = list(trainer.read_metrics())
-        measured = trainer.run.monitored(self.monitor)
+        measured = trainer.run.values.monitored(self.monitor)
         if measured is None:
             if self.strict:
                 refuse_missing_monitors(trainer.run)
-            elif not self._warned and not trainer.run.is_to_come(self.monitor):
+            elif not self._warned and not trainer.run.may_still_be_logged(self.monitor):
                 self._warned = True
                 log.warning("%s This check is skipped (strict=False).", not_logged(self._owner, self.monitor, logged))
         elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):

@@ -40,7 +40,7 @@ class RunRecord(Callback):
         self.packages = list(packages or [])
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if not trainer.is_global_zero or trainer.settings.fast_dev_run or trainer.run.is_over:
+        if not trainer.is_global_zero or trainer.settings.fast_dev_run or trainer.run.clock.is_over:
             return
         path = trainer.run_dir / FILE
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -180,7 +180,7 @@ class WeightAveraging(AveragingCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         if self._update_after(trainer.current_epoch):  # data without a length, or a stop inside the epoch
-            trainer.run.forget_validation()
+            trainer.run.session.latest.forget_validation(trainer.global_step)
 
     def _update_after(self, epoch: int) -> bool:
         due = epoch > self.latest_update_epoch and self.should_update(epoch_idx=epoch)

@@ -328,7 +328,7 @@ ASSIGNED_BY_THE_LOOP = {
         *("progress.step", "progress.batch", "progress.window", "progress.samples"),
         *("progress.epoch_started", "progress.epoch_ended"),
     },
-    "loop.evaluation": {"clock.watchdog.heartbeats", "metrics.batch", "evaluated"},
+    "loop.evaluation": {"clock.watchdog.heartbeats", "metrics.batch", "activity.batch"},
     "state.batch_statistics": {"clock.watchdog.heartbeats"},
     "loop.step": {"metrics.batch"},
     "loop.manual": {"step.outputs", "step.data"},
@@ -338,14 +338,20 @@ ASSIGNED_BY_THE_LOOP = {
 
 RUN_TYPES = {
     "Run": [],
+    "Activity": ["activity"],
     "CallbackList": ["hooks"],
     "Clock": ["clock"],
     "Deadline": ["clock", "deadline"],
+    "DelayedSaves": ["saves"],
+    "Epoch": ["epoch"],
     "Generators": ["generators"],
     "GradientNorms": ["guards", "gradient_norms"],
     "Guards": ["guards"],
     "HostTimes": ["times"],
+    "LatestValues": ["session", "latest"],
+    "LoaderEpochs": ["loader_epochs"],
     "Loaders": ["loaders"],
+    "LoggedValues": ["values"],
     "MetricLog": ["metrics"],
     "NonFiniteMonitor": ["guards", "nonfinite"],
     "OptionsCheck": ["guards", "options"],
@@ -777,7 +783,7 @@ def test_what_is_added_is_one_file_and_one_line(tmp_path: Path) -> None:
     state = tmp_path / "trainer" / "loop" / "training_state.py"
     _insert_line(state, '        "config": ', '        "whistles": 3,')
     _insert_line(state, '    "config": ', '    "whistles?": Integer(0),')
-    _insert_line(state, "    run.session.callback_metrics", '    run.module.whistles = checkpoint["whistles"]')
+    _insert_line(state, "    run.session.latest.all", '    run.module.whistles = checkpoint["whistles"]')
     (tmp_path / "use.py").write_text(USE)
     run_python(tmp_path / "use.py", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path).check()
 

@@ -168,7 +168,9 @@ class Logger(Callback):
     def _writes(self) -> bool:
         """Whether this process writes: rank 0, unless it restarts a run that has ended, which stays unchanged."""
         trainer = self._trainer
-        return detect_environment().rank == 0 if trainer is None else trainer.is_global_zero and not trainer.run.is_over
+        if trainer is None:
+            return detect_environment().rank == 0
+        return trainer.is_global_zero and not trainer.run.clock.is_over
 
     @property
     def _step(self) -> int:

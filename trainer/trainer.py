@@ -25,24 +25,20 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import NO_ITEMS, Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
+from trainer.fault_tolerance.collective_check import wait_for_callers
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.guards.bad_steps import BadStep, BadSteps
 from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
-from trainer.loop.accumulation import (
-    checked_loss,
-    even_window,
-    outputs_for_hooks,
-    without_items,
-)
 from trainer.loop.callback_list import CallbackList
-from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
+from trainer.loop.evaluation import run_evaluation, run_prediction, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
 from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
+from trainer.loop.step import checked_loss, even_window, outputs_for_hooks, without_items
 from trainer.loop.training_state import rewind, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
@@ -255,7 +251,7 @@ class Trainer:
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
             ends = run.progress.step >= run.clock.last_step or run.clock.coordinator.requested
-            if run.progress.batch > 0 and ends and not self._out_of_epochs(run):
+            if run.progress.batch > 0 and ends and run.progress.epoch < run.clock.last_epoch:
                 self._train_epoch(run)  # what comes after the last step: a validation, the end of the epoch
             while not self._finished(run):
                 self._train_epoch(run)
@@ -294,7 +290,7 @@ class Trainer:
         """
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_validation(run), verbose)
+            return self._results(run_evaluation(run), verbose)
 
     def test(
         self,
@@ -309,7 +305,7 @@ class Trainer:
         """Run `test_step` over the test loaders; arguments, results and errors are as in `validate`."""
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_test(run), verbose)
+            return self._results(run_evaluation(run), verbose)
 
     def predict(
         self,
@@ -378,17 +374,17 @@ class Trainer:
             raise ConfigError(f"weights_only={shown(weights_only)}: give True or False. Your own data go to info=.")
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
-        if run.saves_wait and not run.interrupted:
-            run.save_later(partial(self.save_checkpoint, filepath, weights_only, info=info))
+        if run.saves.delays and not run.clock.interrupted:
+            run.saves.add(partial(self.save_checkpoint, filepath, weights_only, info=info))
             return
-        run.check_all_ranks_call("save_checkpoint")
+        wait_for_callers(self.strategy.processes, "save_checkpoint")
         if self.strategy.shards_state:
             fix = "All processes write their shards into one folder: give the same path everywhere."
             compare(self.strategy.processes, [("save_checkpoint, path", f"folder {filepath}")], fix)
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
-            run.read_metrics()
-        group = run.checkpoint_group
+            run.values.read()
+        group = self.checkpoint_group
         self.save_with(
             lambda state, about: write_checkpoint(filepath, state, info=about, process_group=group),
             info or {},
@@ -414,13 +410,13 @@ class Trainer:
         them together with `self.checkpoint_group`. An error in `write` is raised on every process.
         """
         run = self._begun("save_with")
-        if run.inside_window and not run.interrupted:
+        if run.epoch.inside_window and not run.clock.interrupted:
             raise ConfigError(
                 f"a checkpoint cannot be written inside a step: micro-batches of step {self.global_step + 1} would be "
                 "used again after a resume, and count twice. Save in on_train_step_end, or in on_train_batch_end of "
                 "the last micro-batch of a step: if (batch_idx + 1) % trainer.accumulate_grad_batches == 0."
             )
-        run.check_all_ranks_call(f"save_with at step {self.global_step}")
+        wait_for_callers(self.strategy.processes, f"save_with at step {self.global_step}")
         save_state(run, write, info, weights_only)
 
     def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
@@ -433,7 +429,7 @@ class Trainer:
             ConfigError: nothing has run yet.
         """
         run = self._begun("full_state_dict")
-        run.check_all_ranks_call("full_state_dict")
+        wait_for_callers(self.strategy.processes, "full_state_dict")
         return full_state_dict(run.strategy, everywhere)
 
     def full_parameters(self, module: nn.Module, write: bool = False) -> AbstractContextManager[None]:
@@ -459,7 +455,8 @@ class Trainer:
             )
         run = self._begun("full_parameters")
         names = [name for name, child in run.module.named_modules() if child is module]
-        run.check_all_ranks_call(f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}")
+        call = f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}"
+        wait_for_callers(run.strategy.processes, call)
         return run.strategy.full_parameters(module, write)
 
     def describe(self) -> str:
@@ -507,7 +504,7 @@ class Trainer:
 
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
-        for logger in run.loggers if self.is_global_zero and not run.is_over else ():
+        for logger in run.loggers if self.is_global_zero and not run.clock.is_over else ():
             logger.record_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
             logger.log_graph(run.module)
         # The values that a resumed run logs in its first hooks are in the checkpoint already.
@@ -520,18 +517,16 @@ class Trainer:
             name or type(run.module).__name__ for name, m in run.module.named_modules() if not m.training
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
-        run.begin_training()
-        run.optimize_by_hand(self._manual_optimization)
-        run.bind_step()
+        run.begin_training(self._manual_optimization)
         with run.metrics.recording(scope):
             run.hooks.on_train_start()
         run.hook_changes.begin()
-        if run.checkpoint_callbacks and not self._out_of_steps_or_epochs(run):
+        if run.checkpoint_callbacks and not run.clock.is_complete(run.progress.epoch):
             rehearse_save(run)
 
     def _train_epoch(self, run: Run) -> None:
         self._start_epoch(run)
-        windows, waiting = self._windows(run), self._schedulers_wait(run)
+        windows, waiting = self._windows(run), run.epoch.schedulers_wait
         progress, clock, guards = run.progress, run.clock, run.guards
         if self._leaves_before_batches(run, windows):
             return
@@ -545,11 +540,11 @@ class Trainer:
                 else:
                     train_step(run, window)
                     if guards.skipping.epoch_ended:
-                        run.drop_window()
+                        run.epoch.drop_window()
                         break
                     if not self._end_step(run, window):
                         return
-                if run.validation_interval is not None and not self._validate_inside_epoch(run):
+                if run.epoch.validation_interval is not None and not self._validate_inside_epoch(run):
                     return
                 if (clock.stops() or progress.step >= clock.last_step) and self._stops_after(run, windows, waiting):
                     return
@@ -559,7 +554,7 @@ class Trainer:
         """Do what a resumed run has to do before its first batch; return True if it leaves the epoch there."""
         if run.clock.stops() and self._leaves_epoch(run, windows):
             return True
-        if self.validation_due() and not self._validate(run, once=True):
+        if run.epoch.validation_due() and not self._validate(run, once=True):
             return True
         ends = run.clock.stops() or run.progress.step >= run.clock.last_step
         return ends and run.progress.batch > 0 and self._leaves_epoch(run, windows)
@@ -573,8 +568,8 @@ class Trainer:
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
-        run.reload_if_due()
-        run.begin_epoch()
+        run.loader_epochs.reload_if_due()
+        run.epoch.begin()
         resumed = run.progress.batch > 0 or run.progress.epoch_started
         if not resumed:
             run.generators.restore()
@@ -586,7 +581,7 @@ class Trainer:
         run.optimizer_averages.train()  # also groups that the hook has added
         run.generators.restore()
         run.progress.epoch_started = True
-        run.begin_batches(partial(self._validation_interval, run))
+        run.epoch.begin_batches()
 
     def _windows(self, run: Run) -> Iterator[list[Batch]]:
         """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
@@ -682,7 +677,7 @@ class Trainer:
             hooks.on_train_step_end()
             every = run.settings.log_every_n_steps
             if every and progress.step % every == 0:
-                run.flush_step()
+                run.values.flush_step()
         elif guards.bad_steps is not None:
             guards.bad_steps.drop_values()
         return True
@@ -695,7 +690,7 @@ class Trainer:
         for optimizer in run.optimizers:
             judge.measure(optimizer)
             run.step.prepare_update(optimizer)
-        known = judge.knows(run.optimizers)
+        known = judge.knows_norms(run.optimizers)
         bad = judge.judge(run.optimizers, window) if known else None
         # With loss scaling, and where the norm is known after the step only, that itself refuses such gradients.
         if bad is None or run.strategy.scaler is not None:
@@ -751,19 +746,19 @@ class Trainer:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
-        if self._epoch_validates() and not self._validate(run, once=True):
+        if run.epoch.validates_at_end and not self._validate(run, once=True):
             return
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
         progress.epoch_ended = True
-        with run.saving_later():
+        with run.saves.delayed():
             self._publish_epoch(run)
             if run.module.automatic_optimization:
                 self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
             run.clock.decide_end()
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
-        run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
-        run.end_epoch()
+        run.values.send(metrics.read_epoch(metrics.hook_metrics))
+        run.epoch.end()
 
     def _validate(self, run: Run, once: bool = False) -> bool:
         """Validate, and step the schedulers that have waited for the result.
@@ -782,88 +777,53 @@ class Trainer:
 
     def _validate_inside_epoch(self, run: Run) -> bool:
         """Validate if that is due after the last window, also a window that was left out; returns as `_validate`."""
-        return not self.validation_due() or self._validate(run)
+        return not run.epoch.validation_due() or self._validate(run)
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""
         # Callbacks also see the latest values of names that are logged by step only.
-        run.update_metrics(run.metrics.read_step())
-        run.log_to_loggers(run.metrics.read_epoch(run.metrics.train))
+        run.values.update(run.metrics.read_step())
+        run.values.send(run.metrics.read_epoch(run.metrics.train))
         if self.world_size > 1:
             run.metrics.fill_empty_lists()
         with run.metrics.latest_including(run.metrics.hook_metrics):
             run.hooks.on_train_epoch_end()
-        run.log_to_loggers(run.metrics.read_epoch(run.metrics.hook_metrics))
+        run.values.send(run.metrics.read_epoch(run.metrics.hook_metrics))
         run.metrics.reset_computed()
 
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
-        run.check_numbers()
+        run.guards.check_numbers(training=True)
         run.generators.restore()  # of a resumed run that has nothing left to train
-        run.clock.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
+        run.clock.take_last_stop(complete=not run.epoch.in_progress and run.clock.is_complete(run.progress.epoch))
         # The checkpoint comes first: for a run that resumes from it, the epoch and the training end later.
         run.saving_hooks.on_train_end()
-        if run.in_epoch and not exit_code(run.clock.stop_reason):
+        if run.epoch.in_progress and not exit_code(run.clock.stop_reason):
             self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
-            run.log_to_loggers(run.metrics.read_epoch(closing))
+            run.values.send(run.metrics.read_epoch(closing))
             run.optimizer_averages.swap_in()
             run.hooks.on_fit_end()
-            run.log_to_loggers(run.metrics.read_epoch(closing))
+            run.values.send(run.metrics.read_epoch(closing))
 
     # -- conditions ----------------------------------------------------------------------------------------------------
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        return run.clock.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
-
-    def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return run.clock.is_up(run.progress.epoch)
-
-    def _out_of_epochs(self, run: Run) -> bool:
-        return run.progress.epoch >= run.clock.last_epoch
+        return run.clock.stops() or run.num_training_batches == 0 or run.clock.is_complete(run.progress.epoch)
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
         return exit_code(run.clock.stop_reason) != 0 or not run.guards.skipping.is_exhausted(
-            windows, self._epoch_validates()
+            windows, run.epoch.validates_at_end
         )
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
-        run, batch, micro_batches = self._run, self.progress.batch, self.accumulate_grad_batches
-        if run is None or run.validation_interval is None or batch == 0:
-            return False
-        if run.clock.validations is not None:
-            return run.clock.validations.is_up(self.progress.step)
-        window = self.progress.window or batch % micro_batches or micro_batches
-        if self.settings.check_val_every_n_epoch is None:
-            batch += self.progress.batches_before
-        return batch % run.validation_interval < window
-
-    def _validation_interval(self, run: Run) -> int | None:
-        """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""
-        interval = self.val_check_interval
-        if not run.val_loaders or not self._epoch_may_validate():
-            return None
-        if run.clock.validations is not None:
-            return 1
-        if isinstance(interval, int):
-            return interval * (self.accumulate_grad_batches if self.settings.accumulate_grad_batches == "auto" else 1)
-        return None if interval == 1.0 else max(1, int((run.num_training_batches or 1) * interval))
-
-    def _epoch_validates(self) -> bool:
-        """Return True if validation is due at the end of this epoch."""
-        interval, by_time = self.val_check_interval, self.run.clock.validations is not None
-        whole_epoch = isinstance(interval, float) and interval == 1.0 and not by_time
-        return bool(self.val_loaders) and whole_epoch and self._epoch_may_validate()
-
-    def _epoch_may_validate(self) -> bool:
-        every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch or 1
-        return (self.progress.epoch + 1) % every == 0
+        return self._run is not None and self._run.epoch.validation_due()
 
     def _step_schedulers(self, run: Run, interval: str, count: int, on_plateau: bool | None = False) -> None:
         """Step the schedulers that are due: those without a monitored value, those with one, or (None) all.
@@ -875,9 +835,9 @@ class Trainer:
                 continue
             value = None
             if config.reduce_on_plateau:
-                if on_plateau is None and self._is_to_be_validated(run):
+                if on_plateau is None and run.epoch.is_validated_next:
                     continue
-                value = run.new_value(config)
+                value = run.values.new_value(config)
                 if value is None:
                     refuse_missing_monitors(run)
                     continue
@@ -885,19 +845,6 @@ class Trainer:
                 config.step_known_groups(run.module.lr_scheduler_step, value)
             else:
                 run.module.lr_scheduler_step(config.scheduler, value)
-
-    def _is_to_be_validated(self, run: Run) -> bool:
-        """Return True if the step that has just ended is followed by a validation."""
-        ends_epoch = run.progress.batch == run.num_training_batches or self._schedulers_wait(run)
-        return self.validation_due() or (ends_epoch and self._epoch_validates())
-
-    def _schedulers_wait(self, run: Run) -> bool:
-        """Return True if schedulers of steps wait, for the next window or the validation at the epoch's end.
-
-        It is not known which comes next if each process reads its own stream of data.
-        """
-        assert run.train_loader is not None
-        return run.train_loader.samples_per_epoch is None and self._epoch_validates()
 
     def _step_waiting_schedulers(self, run: Run) -> None:
         """Step the schedulers with interval "step" that monitor a value and have waited; once for each value."""
@@ -923,8 +870,9 @@ class Trainer:
         At the end of an epoch or an evaluation the values are final, and are sent to the loggers. In the middle of an
         epoch, reading does not change the values of the epoch.
         """
-        self.run.check_all_ranks_call("read_metrics")
-        return self.run.read_metrics()
+        run = self.run
+        wait_for_callers(run.strategy.processes, "read_metrics")
+        return run.values.read()
 
     def clip_gradients(
         self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
@@ -1040,22 +988,22 @@ class Trainer:
     @property
     def training(self) -> bool:
         """Whether `fit` is in progress, from its first hook to its last, and is not validating."""
-        return self._last.training
+        return self._last.activity.name == "training"
 
     @property
     def validating(self) -> bool:
         """Whether a validation is in progress, inside `fit` or in `validate`."""
-        return self._last.validating
+        return self._last.activity.name == "validating"
 
     @property
     def sanity_checking(self) -> bool:
         """Whether the validation batches before training are in progress."""
-        return self._last.sanity_checking
+        return self._last.activity.name == "sanity checking"
 
     @property
     def evaluating(self) -> bool:
         """Whether validation, also of the sanity check, or test is in progress."""
-        return self.stage is not None and self._last.evaluating
+        return self.stage is not None and self._last.activity.evaluating
 
     @property
     def testing(self) -> bool:
@@ -1070,12 +1018,13 @@ class Trainer:
     @property
     def state(self) -> TrainerState:
         """Lightning's description of what runs: `fn`, `stage`, `status`."""
-        return state_of(self.stage, self._last.stage, self._last.activity, self.interrupted)
+        return state_of(self.stage, self._last.stage, self._last.activity.name, self.interrupted)
 
     @property
     def interrupted(self) -> bool:
         """Whether an error or a signal ended the run."""
-        return self._last.interrupted or exit_code(self.stop_reason) != 0
+        run = self._run
+        return run is not None and (run.clock.interrupted or exit_code(run.clock.stop_reason) != 0)
 
     @property
     def received_sigterm(self) -> bool:
@@ -1085,11 +1034,11 @@ class Trainer:
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch in progress, or the one that has just ended, is the last of its epoch."""
-        return self._last.is_last_batch
+        return self._run is not None and self._run.epoch.is_last_batch
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint from which the run was started; None without one."""
+        """The checkpoint that the run has started from; None without one."""
         return None if self._last.resumed_from is None else str(self._last.resumed_from)
 
     @property
@@ -1245,7 +1194,7 @@ class Trainer:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.val_loaders.values()]
+        return _lengths(self.val_loaders)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -1256,12 +1205,12 @@ class Trainer:
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.test_loaders.values()]
+        return _lengths(self.test_loaders)
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each prediction loader on this process; `math.inf`: unknown."""
-        return [_or_infinite(loader.length) for loader in self.predict_loaders.values()]
+        return _lengths(self.predict_loaders)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -1277,12 +1226,12 @@ class Trainer:
         A value logged by step is the latest of this process, on its device. A value of an epoch or an evaluation is
         reduced over all processes, and known from that epoch's end hook on.
         """
-        return as_tensors({**self._session.callback_metrics, **self._latest()})
+        return as_tensors({**self._session.latest.all, **self._latest()})
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """The values of `callback_metrics` that go to the loggers, under the names that they have there."""
-        return as_tensors({**self._session.logged_metrics, **self._latest("logger")})
+        return as_tensors({**self._session.latest.logger, **self._latest("logger")})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -1290,7 +1239,7 @@ class Trainer:
 
         `flushed_progress_bar_metrics` has the values of the last flush, without reading the device.
         """
-        values = {**self._session.progress_bar_metrics, **self._latest("progress_bar")}
+        values = {**self._session.latest.progress_bar, **self._latest("progress_bar")}
         return {name: float(value) for name, value in values.items()}
 
     def _latest(self, *destination: Any) -> dict[str, Any]:
@@ -1302,7 +1251,7 @@ class Trainer:
 
         Each flush updates the mapping, so that a progress bar may keep it; it is not to be changed.
         """
-        return self._session.progress_bar_metrics
+        return self._session.latest.progress_bar
 
     @property
     def loggers(self) -> list[Logger]:
@@ -1450,6 +1399,10 @@ class Trainer:
     reload_dataloaders_every_n_epochs = Alias("settings.reload_dataloaders_every_n_epochs")
     deterministic = Alias("settings.deterministic")
     inference_mode = Alias("settings.inference_mode")
+
+
+def _lengths(loaders: dict[str, BatchLoader]) -> list[int | float]:
+    return [_or_infinite(loader.length) for loader in loaders.values()]
 
 
 def _or_infinite(batches: int | None) -> int | float:

@@ -112,7 +112,9 @@ def test_a_logger_gets_the_hyperparameters_of_module_and_data_in_one_dict(tmp_pa
 # -- what a script asks after a run ------------------------------------------------------------------------------------
 
 
-def weights_seen(library: Library, folder: Path, calls: tuple[str, ...], **settings: Any) -> tuple[list[Any], bool, bool]:
+def weights_seen(
+    library: Library, folder: Path, calls: tuple[str, ...], **settings: Any
+) -> tuple[list[Any], bool, bool]:
     """Return the weight that each of the `calls` after `fit` has seen, and what is known of checkpoints."""
 
     class Falls(library.Module):  # type: ignore[misc]

@@ -285,7 +285,7 @@ def test_save_checkpoint_says_so_and_writes(tmp_path: Path, caplog: pytest.LogCa
         trainer = quiet(max_steps=6, callbacks=[Save()], default_root_dir=tmp_path)
         trainer.fit(Spoilt(5), loader(8), loader(1))
     assert "step 6: the saved state is not finite (model.layer.weight, model.layer.bias)" in caplog.text
-    assert [(one.kind, one.step) for one in trainer.run.guards.nonfinite.found] == [("loss", 5), ("state", 6)]
+    assert "the loss of step 5 is nan on rank 0" in caplog.text
     assert CheckpointDirectory(tmp_path).info("mine")["nonfinite"] == ["model.layer.weight", "model.layer.bias"]
 
 

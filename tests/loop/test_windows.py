@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.toy import Toy
 from trainer.data.adapters import make_batch_loader
-from trainer.loop.accumulation import even_window, loss_divisors
+from trainer.loop.step import even_window, loss_divisors
 
 
 class Ready(Dataset[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ from trainer.distributed.encoding import MAX_BYTES, from_bytes, to_bytes
 from trainer.errors import TrainerError
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("trainer")
+_SILENT = logging.Logger("trainer")  # not registered, so that no configuration of logging enables it
+_SILENT.disabled = True
 
 
 class SingleProcess:
@@ -38,6 +43,11 @@ class SingleProcess:
         self.wait_for_all: Callable[[str], None] = _no_others
         """Waits until all processes call it with the same words, while a run goes on; raises ConfigError if they do
         not."""
+
+    @property
+    def log(self) -> logging.Logger:
+        """The logger "trainer" on rank 0; on other processes a logger that drops all messages."""
+        return _LOG if self.rank == 0 else _SILENT
 
     @property
     def is_global_zero(self) -> bool:

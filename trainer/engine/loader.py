@@ -12,8 +12,8 @@ from trainer.checkpoint.schema import Integer, wrong
 from trainer.data.adapters import make_batch_loader
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import CheckpointError, ConfigError
-from trainer.loop.accumulation import even_window
 from trainer.loop.loaders import refuse_data
+from trainer.loop.step import even_window
 from trainer.loop.training_state import place_in_epoch
 from trainer.runs.facts import RunFacts
 from trainer.seed import derive_seed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -164,6 +166,15 @@ def require_same_call(processes: SingleProcess, call: str, data: Any, position: 
                 f"{error} Where lengths or numbers of batches differ, as in an evaluation: collect in the loop, and "
                 "call gather_uneven once after it. Calls that belong together all the same take check=False."
             ) from None
+
+
+def wait_for_callers(processes: SingleProcess, call: str) -> None:
+    """Raise ConfigError if only some processes call the collective `call`, a method that users call.
+
+    The message names the function that called the method, because another process may call it elsewhere.
+    """
+    caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
+    processes.wait_for_all(f"{call} (in {Path(caller.co_filename).name}, {caller.co_name})")
 
 
 def wait_after_run(processes: SingleProcess, call: str) -> None:

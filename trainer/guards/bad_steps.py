@@ -48,7 +48,7 @@ class LossWindow:
 
     Args:
         size: the number of losses that are kept.
-        z_score: the number of standard deviations above the mean that a loss may be; None: there is no limit.
+        z_score: the number of standard deviations above the mean that a loss may be; None: no limit.
     """
 
     def __init__(self, size: int, z_score: float | None) -> None:
@@ -56,7 +56,7 @@ class LossWindow:
         self._z_score = z_score
 
     def limit(self) -> float:
-        """Return the largest loss that is no spike; infinite as long as there are too few losses."""
+        """Return the largest loss that is not a spike; infinite while there are too few losses."""
         if self._z_score is None or len(self.losses) < min(LEAST_LOSSES, self.losses.maxlen or 0):
             return math.inf
         mean = sum(self.losses) / len(self.losses)
@@ -67,8 +67,8 @@ class LossWindow:
 class KeptBuffers:
     """The values of a module's buffers at the start of a step: a forward changes them before its loss is known.
 
-    Buffers that are not part of the `state_dict` are left alone. Only what a step has changed is copied anew; torch's
-    kernels change the statistics of norms without counting a version, so that these are copied in each step.
+    Only buffers in the `state_dict` are kept. A buffer is copied again if a step has changed it; statistics of norms
+    are copied in each step, because torch's kernels change them without counting a version.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -106,13 +106,13 @@ class KeptBuffers:
 class BadSteps:
     """Judges the steps of a training by their losses and gradients.
 
-    A loss that is not finite or too large makes the gradients NaN before the backward, on the device. So the sum of the
-    gradients over processes reaches all of them, and their norm, read once per step, is all the communication.
+    A loss that is not finite or too large is made NaN before the backward, on the device. The sum of the gradients
+    carries the NaN to all processes, and their norm is read once per step: there is no other communication.
 
     Args:
         strategy, progress, metrics, norms, loaders: of the run.
-        guard: has the losses of this reader, and the places of steps that are passed over.
-        measures: clipping does not find the norm.
+        guard: holds this reader's losses, and the places of steps to leave out.
+        measures: the norm has to be measured, because clipping does not find it.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class BadSteps:
         metrics.ignore_losses()  # they are judged here
 
     def leaves_out(self) -> bool:
-        """Whether the next window is passed over, because it was bad before the run went back.
+        """Whether the next window is left out, because it was bad before the run went back.
 
-        If not, begin a step, whose logged values count only if it is good.
+        If not, a step begins, whose logged values count only if it is good.
         """
         if (self._progress.epoch, self._progress.batch) in self._left_out:
             return True
@@ -152,7 +152,7 @@ class BadSteps:
         """Return the loss of a micro-batch, times NaN if it is bad. Reads nothing from the device.
 
         Args:
-            divisor: of the loss; infinite for a batch without items, which has no loss to judge.
+            divisor: of the loss; infinite for a batch without items, whose loss is not judged.
         """
         if divisor is NO_ITEMS:
             return loss
@@ -161,23 +161,24 @@ class BadSteps:
         return loss * torch.where(good, 1.0, math.nan)
 
     def measure(self, optimizer: Optimizer) -> None:
-        """Measure gradients that clipping, value by value or in code of the module, would change without their norm."""
+        """Measure gradients if clipping changes them without finding their norm: by value, or in the module's code."""
         if self._measures:
             self._strategy.unscale(optimizer)
             self._norms.of(optimizer)
 
     def accept(self) -> None:
-        """Take a step that changes nothing: all its batches were skipped by the module."""
+        """Accept a step that changes nothing, because the module has skipped all its batches."""
         self._metrics.release(keep=True)
 
-    def knows(self, optimizers: list[Optimizer]) -> bool:
-        """Whether the norms are known before the step; else the strategy's step itself refuses those not finite."""
+    def knows_norms(self, optimizers: list[Optimizer]) -> bool:
+        """Whether the norms are known before the step; if not, the strategy's step refuses infinite ones and NaN."""
         return all(self._norms.of(optimizer) is not None for optimizer in optimizers)
 
     def judge(self, optimizers: list[Optimizer], window: list[Batch]) -> BadStep | None:
-        """Return the step if it is bad, the same on all processes; keep its losses and logged values if it is good.
+        """Return the step if it is bad, on all processes; keep its losses and logged values if it is good.
 
-        Those of a bad step stay held back, until `drop_values`: its last hook may log more. Collective for a bad step.
+        A bad step's values are held back until `drop_values`, because its last hook may log more. Collective for a bad
+        step.
         """
         norms = [norm for optimizer in optimizers if (norm := self._norms.of(optimizer)) is not None]
         numbers = to_host([*norms, *self._losses])
@@ -215,13 +216,13 @@ class BadSteps:
         )
 
     def _reason(self, losses: list[float]) -> str:
-        """Return what is wrong with the first bad one of this reader's losses; empty without one."""
+        """Return the problem of this reader's first bad loss; empty without one."""
         bad = [loss for loss in losses if not loss <= self._limit or not math.isfinite(loss)]
         return f"the loss is {bad[0]:.6g} (limit {self._limit:.6g})" if bad else ""
 
 
 def explain(bad: BadStep) -> str:
-    """Return a bad step in words."""
+    """Return the message for a bad step."""
     return (
         f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, batches {bad.batch} to "
         f"{bad.batch + bad.batches - 1}, samples {str(bad.samples)[:300]})"

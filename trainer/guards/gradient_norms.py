@@ -1,4 +1,4 @@
-"""The norms of gradients before clipping: as clipping has found them, or measured where nothing clips by norm."""
+"""The norms of gradients before clipping: found by clipping, or measured if nothing clips by norm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.strategy import Strategy
 
 
 class GradientNorms:
-    """The norms of the window in progress, by optimizer: of its last step there, if it steps several times.
+    """The norms of the window in progress, by optimizer; of its last step, if it steps several times.
 
-    They are tensors on the device, which nothing reads here.
+    They are tensors on the device, and are not read here.
     """
 
     def __init__(self, strategy: Strategy, metrics: MetricLog) -> None:
@@ -27,17 +27,17 @@ class GradientNorms:
         """The ids of optimizers that have made the step of their norm."""
 
     def remember(self, optimizer: Optimizer, norm: torch.Tensor | None) -> None:
-        """Keep the norm that a strategy has found while it clipped, once per step: later ones are of what is left."""
+        """Keep the norm that clipping has found, once per step: a later one is the norm of clipped gradients."""
         self.renew(optimizer)
         if self._kept(optimizer) is None:
             self._keep(optimizer, norm)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def mark_stepped(self, optimizer: Optimizer) -> None:
         """Keep the norm for the hooks that follow, until the optimizer begins another step in this window."""
         self._stepped.add(id(optimizer))
 
     def renew(self, optimizer: Optimizer) -> None:
-        """Forget the norm of an optimizer that has made its step, because another one begins."""
+        """Forget the norm of an optimizer that has stepped, because another step begins."""
         if id(optimizer) in self._stepped:
             self._stepped.discard(id(optimizer))
             self._known.pop(id(optimizer), None)
@@ -63,6 +63,6 @@ class GradientNorms:
 
 
 def clipping_finds_it(settings: Settings, module: TrainModule) -> bool:
-    """Whether the trainer clips by norm after `on_before_optimizer_step`, and so finds the norm by itself."""
+    """Whether the trainer finds the norm when it clips by norm, after `on_before_optimizer_step`."""
     clips = settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "norm"
     return clips and module.automatic_optimization and not module.overrides("configure_gradient_clipping")

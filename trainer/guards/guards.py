@@ -1,4 +1,4 @@
-"""Guards: all that watches the steps of one run."""
+"""Guards: the watchers of a run's steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Guards:
-    """The watchers of a run's steps, which do not know the run.
+    """All watchers of a run's steps. They do not know the run.
 
     Args:
         module, strategy, progress, metrics: of the run.
@@ -41,6 +41,8 @@ class Guards:
     """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
     buffers: ChangingBuffers | None = None
     """The buffers that steps change; None on one process, and outside of `fit`."""
+    _followed: Collection[str] = ()
+    """The buffers that steps have changed in the run that wrote the checkpoint."""
 
     def __init__(
         self,
@@ -55,27 +57,35 @@ class Guards:
         self.nonfinite = NonFiniteMonitor(module, strategy, metrics, progress)
         self.gradient_norms = GradientNorms(strategy, metrics)
         self.skipping = SkippedBatches(module, strategy, progress)
+        self._optimizers: list[Optimizer] = []
 
     def watch_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Watch what these optimizers train, and their options on several processes."""
+        """Watch the parameters of these optimizers, and on several processes their options."""
+        self._optimizers = optimizers
         if self._strategy.processes.world_size > 1:
             self.options.begin(optimizers)
             self.trainable = TrainableParameters(self._module, self._strategy, optimizers)
         elif not self._strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(self._module, optimizers)
 
-    def begin_training(
-        self, hooks: CallbackList, loaders: Loaders, closure_needed: bool, followed: Collection[str]
-    ) -> None:
+    def resume(self, followed: Collection[str]) -> None:
+        """Keep the names of the buffers that steps have changed in the run that wrote the checkpoint."""
+        self._followed = followed
+
+    @property
+    def followed_buffers(self) -> Collection[str]:
+        """The names of the buffers that steps have changed, for checkpoints."""
+        return self._followed if self.buffers is None else self.buffers.names
+
+    def begin_training(self, hooks: CallbackList, loaders: Loaders, closure_needed: bool) -> None:
         """Watch the steps, with the methods that the module has after the first hooks.
 
         Args:
-            hooks, loaders: those of training.
+            hooks, loaders: of the training.
             closure_needed: the optimizer evaluates the loss several times per step.
-            followed: the buffers that steps have changed in the run that wrote the checkpoint.
         """
         if self._strategy.processes.world_size > 1:
-            self.buffers = ChangingBuffers(self._strategy, followed)
+            self.buffers = ChangingBuffers(self._strategy, self._followed)
         self.skipping.begin_training(hooks, loaders, closure_needed)
 
     def judge_steps(self, guard: StepGuard, loaders: Loaders, measures: bool) -> None:
@@ -88,15 +98,11 @@ class Guards:
             self._strategy, self._progress, self._metrics, self.gradient_norms, loaders, guard, measures
         )
 
-    def check_numbers(self, optimizers: list[Optimizer]) -> None:
-        """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read.
-
-        Args:
-            optimizers: of training; empty outside of it.
-        """
-        if optimizers and self.new_parameters is not None:
+    def check_numbers(self, training: bool) -> None:
+        """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
+        if training and self.new_parameters is not None:
             self.new_parameters.report()
-        self.nonfinite.check_values(optimizers, updated=not self.skipping.whole_step)
+        self.nonfinite.check_values(self._optimizers if training else [], updated=not self.skipping.whole_step)
 
     @property
     def refused(self) -> int:
@@ -104,10 +110,19 @@ class Guards:
         return 0 if self.bad_steps is None else self.bad_steps.refused
 
     @property
+    def windows_without_step(self) -> int:
+        """The windows that have begun and are not steps yet; refused ones, which never will be, do not count."""
+        return self._metrics.window - self._metrics.repeats - self._progress.step - self.refused
+
+    @property
     def windows(self) -> int:
         """The number of windows whose forward this process has begun, if it is one of several."""
         return 0 if self.trainable is None else self.trainable.windows
 
-    def explain(self, error: Exception) -> ConfigError | None:
-        """Return a ConfigError for an error that a change of the trainable parameters has caused; None for others."""
-        return None if self.trainable is None else self.trainable.explain(error)
+    def explain(self, raised_in: str) -> ConfigError | None:
+        """Return a ConfigError for an error that a change of the trainable parameters has caused; None for others.
+
+        Args:
+            raised_in: the module that has raised the error.
+        """
+        return None if self.trainable is None else self.trainable.explain(raised_in)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.metrics.phases import DATA, LOGGING, TRANSFER
-
-if TYPE_CHECKING:
-    from trainer.loop.callback_list import CallbackList
 
 CALLBACKS = "callbacks"
 SAVING = "saving"
@@ -65,7 +61,9 @@ class HostTimes:
         try:
             yield
         finally:
-            self._add(part, time.perf_counter() - begun, before)
+            seconds = time.perf_counter() - begun
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds - self._inside
+            self._inside = before + seconds
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with the time of its calls added to a part."""
@@ -74,17 +72,9 @@ class HostTimes:
             before, self._inside, begun = self._inside, 0.0, time.perf_counter()
             try:
                 return function(*args)
-            finally:  # as `_add`, without another call in each step
+            finally:
                 seconds = time.perf_counter() - begun
                 self.seconds[part] += seconds - self._inside
                 self._inside = before + seconds
 
         return call
-
-    def time_hooks(self, hooks: CallbackList, part: str = CALLBACKS) -> None:
-        """Add the time of all hooks that a callback or the module overrides to a part."""
-        hooks.wrap_calls(partial(self.timed, part))
-
-    def _add(self, part: str, seconds: float, inside_before: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds - self._inside
-        self._inside = inside_before + seconds

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -28,47 +28,37 @@ _SMALL_SCALE, _LEAST_SCALE = 1.0, 2.0**-64
 """Loss scales below which the run warns, and fails: after 17 and after 80 overflows in a row."""
 _MOST_NAMES = 20
 _LOSS = (
-    "the loss of step {step} is {value} on rank {rank}; the run continues. Check the batch and the learning rate: a "
+    "the loss of step {} is {} on rank {}; the run continues. Check the batch and the learning rate: a "
     "lower lr or gradient_clip_val often helps. Trainer(detect_anomaly=True) ends the run at such a step. (If all "
     "targets of a batch are ignored, the loss is a mean over nothing: define num_items in the module.)"
 )
-_RATE = "the learning rate is {value} at step {step}, which makes the weights NaN: check the scheduler"
-
-
-class NonFinite(NamedTuple):
-    """A number that is not finite, or a loss scale that tends to zero."""
-
-    kind: Literal["loss", "learning rate", "loss scale", "state", "evaluation"]
-    step: int
-    rank: int
-    value: float = math.nan
-    names: tuple[str, ...] = ()
-    """The tensors of a state, or the values of an evaluation."""
 
 
 class NonFiniteMonitor:
-    """Collects numbers of a run that are not finite, and logs the first one of each kind.
+    """Warns of numbers of a run that are not finite, once for each kind.
 
     Reads nothing from a device itself: losses and the loss scale come with the logged values, and names of tensors
     from `StateMonitor`, which checks a state when it is saved.
     """
 
     def __init__(self, module: TrainModule, strategy: Strategy, metrics: MetricLog, progress: Progress) -> None:
-        self.found: list[NonFinite] = []
-        """The first finding of each kind on this process; of "state" one per checkpoint, equal on all processes."""
         self._module, self._strategy, self._metrics, self._progress = module, strategy, metrics, progress
+        self._kinds: set[str] = set()
+        """The kinds of numbers that a warning has named."""
+        self._validated: set[str] = set()
+        """The names of validations' values that a warning has named."""
         self._gradients_seen = False
         self._first_step = 0
-        """The step at which the run begins."""
+        """The first step of the run."""
         self._state: StateMonitor | None = None
         self._averages: Callable[[], Mapping[str, Any]] = dict
 
     def begin_training(self, optimizers: list[Optimizer], schedulers: list[dict[str, Any]], saves: bool) -> None:
-        """Check the weights with which training begins. Call this when they are restored.
+        """Check the weights before training. Call this once they are restored.
 
         Args:
-            optimizers: those whose states were restored.
-            schedulers: their states.
+            optimizers: the optimizers whose states were restored.
+            schedulers: the states of the schedulers.
             saves: the training may write checkpoints.
         """
         self._first_step = self._progress.step
@@ -85,31 +75,28 @@ class NonFiniteMonitor:
         Raises:
             ConfigError: the loss scale has become so small that no step can update the weights.
         """
-        step, rank = self._progress.step, self._strategy.processes.rank
+        step = self._progress.step
         loss, scale = self._metrics.take_nonfinite_loss(), self._metrics.loss_scale
         if loss is not None:
-            self._report(NonFinite("loss", loss[0], rank, loss[1]), _LOSS)
+            self._report("loss", _LOSS.format(*loss, self._strategy.processes.rank))
         if scale is not None and scale < _SMALL_SCALE:
-            self._report_scale(NonFinite("loss scale", step, rank, scale))
-        rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-        wrong = [rate for rate in rates if isinstance(rate, float) and not math.isfinite(rate)]
-        if wrong:
-            self._report(NonFinite("learning rate", step, rank, wrong[0]), _RATE)
+            self._report_scale(scale)
+        for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+            rate = group.get("lr")
+            if isinstance(rate, float) and not math.isfinite(rate):
+                wrong = f"the learning rate is {rate} at step {step}, which makes the weights NaN: check the scheduler"
+                self._report("learning rate", wrong)
         if optimizers and updated and step > self._first_step and not self._gradients_seen:
             self._gradients_seen = True
             self._check_gradients(optimizers)
 
     def check_validation(self, values: Mapping[str, float]) -> None:
         """Check the values of a validation within training, reduced over all processes; report each name once."""
-        progress, processes = self._progress, self._strategy.processes
-        reported = {name for one in self.found if one.kind == "evaluation" for name in one.names}
-        wrong = {name: value for name, value in values.items() if not math.isfinite(value) and name not in reported}
-        if not wrong:
-            return
-        value = next(iter(wrong.values()))
-        self.found.append(NonFinite("evaluation", progress.step, processes.rank, value, tuple(wrong)))
-        if processes.is_global_zero:
-            log.warning("not finite in the validation after step %d: %s", progress.step, first_of([*wrong]))
+        wrong = [name for name, value in values.items() if not math.isfinite(value) and name not in self._validated]
+        self._validated.update(wrong)
+        if wrong:
+            words = "not finite in the validation after step %d: %s"
+            self._strategy.processes.log.warning(words, self._progress.step, first_of(wrong))
 
     def look_at_averages(self, averages: Callable[[], Mapping[str, Any]]) -> None:
         """Check averages of the weights, which a function returns by name, with each state to be saved."""
@@ -121,36 +108,36 @@ class NonFiniteMonitor:
         Args:
             reported: the caller logs it.
         """
-        names = [] if self._state is None else self._state.nonfinite({**state, "average": self._averages()})
-        if names:
-            progress, processes = self._progress, self._strategy.processes
-            self.found.append(NonFinite("state", progress.step, processes.rank, names=tuple(names)))
-            if not reported and processes.is_global_zero:
-                log.warning("step %d: the saved state is not finite (%s)", progress.step, first_of(names))
+        if self._state is None:
+            return []
+        names = self._state.nonfinite({**state, "average": self._averages()})
+        if names and not reported:
+            words = "step %d: the saved state is not finite (%s)"
+            self._strategy.processes.log.warning(words, self._progress.step, first_of(names))
         return names
 
-    def _report(self, found: NonFinite, words: str) -> None:
+    def _report(self, kind: str, message: str) -> None:
         """Log the first finding of a kind."""
-        if all(one.kind != found.kind for one in self.found):
-            self.found.append(found)
-            log.warning("%s", words.format(**found._asdict()))
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            log.warning("%s", message)
 
-    def _report_scale(self, found: NonFinite) -> None:
-        words = (
-            f"the loss scale of {self._strategy.precision.name!r} has fallen to {found.value:.3g} by step "
-            f"{found.step}: gradients overflow in every step, and such steps change no weight. Check the loss and the "
-            "batch for infinities, or use precision='bf16-mixed' or '32-true'."
+    def _report_scale(self, scale: float) -> None:
+        message = (
+            f"the loss scale of {self._strategy.precision.name!r} has fallen to {scale:.3g} by step "
+            f"{self._progress.step}: gradients overflow in every step, and such steps change no weight. Check the loss "
+            "and the batch for infinities, or use precision='bf16-mixed' or '32-true'."
         )
-        if found.value < _LEAST_SCALE:
-            raise ConfigError(words)
-        self._report(found, words)
+        if scale < _LEAST_SCALE:
+            raise ConfigError(message)
+        self._report("loss scale", message)
 
     def _check_gradients(self, optimizers: list[Optimizer]) -> None:
         """Warn if no parameter of the optimizers has a gradient."""
         module = self._module
         trained = parameters_of(optimizers)
         inside = {id(parameter) for parameter in module.parameters()}
-        # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none; a process may hold none.
+        # DeepSpeed's optimizers hold separate flat parameters, or none between two steps; a process may hold none.
         known = all(id(p) in inside for p in trained) and not all(isinstance(p, AbsentParameter) for p in trained)
         if not known or not module.automatic_optimization or any(p.grad is not None for p in trained):
             return
@@ -165,13 +152,13 @@ class StateMonitor:
     """Finds tensors of weights, optimizers and callbacks, and numbers of optimizers and schedulers, that are not
     finite, except those that were not finite when training began.
 
-    Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
-    the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
+    A buffer that is registered while training, such as a mask of -inf made in the first forward, is excepted, too. In
+    excepted tensors new NaNs are reported, but not new infinities, because masks may grow.
 
     Args:
         module, strategy: of the run.
-        optimizers: those whose states come from a checkpoint.
-        schedulers: their states; a plateau's best value is infinite at the start.
+        optimizers: the optimizers whose states come from a checkpoint.
+        schedulers: the schedulers' states; a plateau's best value is infinite at the start.
     """
 
     def __init__(
@@ -188,8 +175,8 @@ class StateMonitor:
         tensors = dict(self._own(state))
         self._left_out = {name: number_of_nans(tensors[name]) for name in not_finite(iter(tensors.items()))}
         """The excepted tensors, with the number of their NaNs when they were first seen."""
-        weights = [f"model.{name}" for name, _ in module.named_parameters()]
-        if wrong := [name.removeprefix("model.") for name in weights if name in self._left_out]:
+        wrong = [name for name, _ in module.named_parameters() if f"model.{name}" in self._left_out]
+        if wrong:
             log.warning("weights that are not finite at the start of training: %s", first_of(wrong))
 
     def nonfinite(self, state: dict[str, Any]) -> list[str]:

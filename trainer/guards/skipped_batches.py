@@ -32,7 +32,7 @@ class SkippedBatches:
         self.may_skip = self.may_end_epochs = False
         """True if `training_step` may return None; and if the module's `on_train_batch_start` may return -1."""
         self.whole_step = False
-        """True if all processes have skipped all batches of the step: there is no update."""
+        """True if all processes have skipped all batches of the step, so that nothing is updated."""
         self.epoch_ended = False
         """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
         self.loader_state: dict[str, Any] | None = None
@@ -42,10 +42,10 @@ class SkippedBatches:
         self._reported = False
 
     def begin_training(self, hooks: CallbackList, loaders: Loaders, closure_needed: bool) -> None:
-        """Read the code of the module's methods, by which all processes know that they have to agree.
+        """Read the code of the module's methods, which tells all processes whether they have to agree.
 
         Args:
-            hooks, loaders: those of training.
+            hooks, loaders: of the training.
             closure_needed: the optimizer evaluates the loss several times per step.
         """
         self._hooks, self._loaders, self._closure_needed = hooks, loaders, closure_needed
@@ -79,7 +79,7 @@ class SkippedBatches:
         return ends
 
     def skip(self, outputs: SkippedBatch | None, divisor: Divisor, window: int) -> None:
-        """Skip a micro-batch whose `training_step` returned None: its items count nowhere.
+        """Skip a micro-batch whose `training_step` returned None: its items do not count.
 
         Args:
             window: the micro-batches of the step.
@@ -110,7 +110,7 @@ class SkippedBatches:
             strategy.backward(outputs.loss)
 
     def end_window(self) -> None:
-        """Make the gradients those of the mean over all items that were not skipped. Collective."""
+        """Scale the gradients to the mean over all items that were not skipped. Collective."""
         processes, share = self._strategy.processes, self._share
         self._share = 0.0
         if processes.world_size > 1:
@@ -125,10 +125,10 @@ class SkippedBatches:
                 parameter.grad /= 1 - share
 
     def is_exhausted(self, windows: Iterator[list[Batch]], validates: bool) -> bool:
-        """Whether the epoch has no further window; a loader that has no length is asked for one. Collective.
+        """Whether the epoch has no further window; a loader without a length is asked for one. Collective.
 
-        An iterator is asked only if the end of the epoch `validates`: the batch is lost for what reads it afterwards.
-        The state of the loader and the random numbers in a checkpoint stay those before the question.
+        An iterator is asked only if the end of the epoch `validates`, because the batch is lost for its next reader. A
+        checkpoint has the loader's state and the random numbers from before the question.
         """
         loader = self._loaders.train
         assert loader is not None
@@ -153,14 +153,13 @@ def can_return(function: Any, none: bool) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return True
-    before = None
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
             if instruction.is_jump_target:  # of a conditional expression, such as `-1 if done else None`
                 return True
-            given = instruction if instruction.opname == "RETURN_CONST" else before
-            constant = given is not None and given.opname in ("LOAD_CONST", "RETURN_CONST")
-            if (constant and given is not None and given.argval is None) == none:
+            given = instruction if instruction.opname == "RETURN_CONST" else instructions[position - 1]
+            gives_none = given.opname in ("LOAD_CONST", "RETURN_CONST") and given.argval is None
+            if gives_none == none:
                 return True
-        before = instruction
     return False

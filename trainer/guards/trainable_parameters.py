@@ -1,9 +1,8 @@
-"""Notice parameters that a run freezes, unfreezes, replaces or adds, and have all processes train the same ones."""
+"""Notice parameters that a run freezes, unfreezes, replaces or adds, and have all processes train the same."""
 
 from __future__ import annotations
 
 import logging
-import traceback
 
 from torch.optim import Optimizer
 
@@ -33,25 +32,21 @@ class TrainableParameters:
         self._tables = ParameterTables(self._module)
         self._names = {name: p.requires_grad for name, p in self._module.named_parameters()}
         self._parameters = list(self._module.parameters())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._optimized = self._in_optimizers()
-        self._groups = self._number_of_groups()
+        self._flags_and_groups, self._optimized = self._look()
 
-    def _in_optimizers(self) -> set[int]:
-        """Return the identities of the parameters in the optimizers."""
-        return optimized_parameters(self._optimizers)
-
-    def _number_of_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+    def _look(self) -> tuple[tuple[list[bool], int], set[int]]:
+        """Return which parameters train, with the number of groups; and the identities of the optimized parameters."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+        return (flags, groups), optimized_parameters(self._optimizers)
 
     def _have_changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, added, removed or replaced, in the module or an optimizer.
 
         Compares without names, which would cost time; not the groups under DeepSpeed, which empties them in its steps.
         """
-        flags = [parameter.requires_grad for parameter in self._parameters]
-        optimized = self._in_optimizers()
-        if flags != self._flags or self._number_of_groups() != self._groups or self._has_other_parameters():
+        flags_and_groups, optimized = self._look()
+        if flags_and_groups != self._flags_and_groups or self._has_other_parameters():
             return True
         return optimized != self._optimized and bool(optimized)
 
@@ -80,13 +75,12 @@ class TrainableParameters:
         if self._have_changed():
             raise self._changed_within()
 
-    def explain(self, error: BaseException) -> ConfigError | None:
+    def explain(self, raised_in: str) -> ConfigError | None:
         """Return the error for a change since the window's first forward, if torch or DeepSpeed has failed after it."""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        raised_in = frame.f_globals.get("__name__", "").split(".")[0]
         try:
-            return self._changed_within() if raised_in in ("torch", "deepspeed") and self._have_changed() else None
-        except ConfigError as change:  # the strategy's words for it
+            of_library = raised_in.split(".")[0] in ("torch", "deepspeed")
+            return self._changed_within() if of_library and self._have_changed() else None
+        except ConfigError as change:  # raised by the strategy for the change
             return change
 
     def _changed_within(self) -> ConfigError:
@@ -103,13 +97,13 @@ class TrainableParameters:
             raise ConfigError(f"the processes train different parameters: {error}") from None
         log.info("from this step on: %s", changes)
         self._strategy.parameters_changed(changes, self._optimizers)
-        untrained = describe_untrained(self._tables, self._in_optimizers())
+        untrained = describe_untrained(self._tables, optimized_parameters(self._optimizers))
         if untrained:
             raise ConfigError(untrained)
         self._remember()
 
     def _changes(self) -> str:
-        """Return the changes in words, with the names of the parameters."""
+        """Return the changes as a text with the names of the parameters."""
         now = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
         changes = {
             **self._tables.changes(),
@@ -122,7 +116,7 @@ class TrainableParameters:
 class NewParameters:
     """Warns of parameters that came while a single process trains, and that no optimizer has.
 
-    Several processes refuse them, since they would differ; on one a callback may train them itself.
+    Several processes refuse such parameters, since they would differ; on one process a callback may train them.
     """
 
     def __init__(self, module: TrainModule, optimizers: list[Optimizer]) -> None:

@@ -8,13 +8,13 @@ from itertools import islice
 
 import torch
 
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import bytes_of, slice_samples
 from trainer.data.sharded_loader import ShardedDataLoader
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import checked_loss
 from trainer.loop.run import Run
+from trainer.loop.step import checked_loss
 from trainer.metrics.metric_log import MetricScope
 from trainer.model.copies import deepcopy_with_functions
 from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
@@ -23,20 +23,20 @@ from trainer.module import TrainModule
 log = logging.getLogger("trainer")
 
 FIRST_BATCHES = 16
-"""Number of batches at the start of an epoch of which the largest is tried."""
+"""Number of batches at the start of an epoch; the largest of them is tried."""
 STATE_OF_ADAM = 2
-"""Largest number of values that an optimizer keeps for each parameter, from its first step on."""
+"""Values for each parameter in the state of Adam, the largest state of a common optimizer."""
 
 
 def split_batches(run: Run) -> None:
-    """Split the training batches into micro-batches of the size that fits, if that has been found.
+    """Split the training batches into micro-batches of the size that fits, once that is known.
 
     Raises:
         ConfigError: the batches cannot be split.
     """
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is None:
         return
-    loader = _loader(run)
+    loader = _splittable(run.loaders.train)
     assert loader.batch_size is not None
     run.session.split_into(loader.split(_largest_divisor(loader.batch_size, run.session.fitting_samples)))
 
@@ -44,7 +44,7 @@ def split_batches(run: Run) -> None:
 def find_fitting_batches(run: Run) -> None:
     """Try a forward and backward of the largest batch, and split batches if it does not fit on every process.
 
-    Leaves weights, gradients, random numbers, samplers, and the module's buffers and attributes as they were.
+    Leaves weights, gradients, random numbers, samplers, and the module's buffers and attributes unchanged.
     Collective.
 
     Raises:
@@ -52,7 +52,7 @@ def find_fitting_batches(run: Run) -> None:
     """
     if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is not None:
         return
-    loader = _loader(run)
+    loader = _splittable(run.loaders.train)
     with loader.kept_data():
         batches = list(islice(loader.iterate(run.progress.epoch), FIRST_BATCHES))
     largest = max(batches, key=lambda batch: bytes_of(batch.data))
@@ -68,13 +68,12 @@ def find_fitting_batches(run: Run) -> None:
     run.session.remember_fitting(size)
     split_batches(run)
     run.progress.split_batches(loader.parts)
-    if run.strategy.processes.is_global_zero:
-        words = "accumulate_grad_batches='auto': micro-batches of %d of the %d samples of a batch fit"
-        log.info(words, size, size * loader.parts)
+    words = "accumulate_grad_batches='auto': micro-batches of %d of the %d samples of a batch fit"
+    run.strategy.processes.log.info(words, size, size * loader.parts)
 
 
-def _loader(run: Run) -> ShardedDataLoader:
-    loader = run.train_loader
+def _splittable(loader: BatchLoader | None) -> ShardedDataLoader:
+    """Return the training loader; raise ConfigError if its batches cannot be split."""
     if not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
         raise ConfigError(
             "accumulate_grad_batches='auto' needs a DataLoader with a batch_size over a map-style dataset, to take a "
@@ -123,7 +122,7 @@ def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
 
 
 def _copy_sharing_weights(module: TrainModule) -> TrainModule:
-    """Return a copy of the module that shares the memory of its weights, so that a trial changes nothing of it."""
+    """Return a copy of the module for a trial, which shares only the memory of its weights."""
     shared = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
     copied = deepcopy_with_functions(module, shared)
     copied.attach(module.trainer)

@@ -30,7 +30,7 @@ def build_callback_list(
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     ordered = sorted([*callbacks, ModuleCallback(module)], key=lambda callback: callback.runs_last)
     hooks = CallbackList(ordered, trainer, module, phase)
-    # The loop calls these two hooks of a `Checkpoint` apart from the others'.
+    # The loop calls these two hooks of a `Checkpoint` separately.
     others = [callback for callback in hooks.callbacks if not isinstance(callback, Checkpoint)]
     apart = CallbackList(others, trainer, module, phase)
     hooks.on_train_epoch_end, hooks.on_train_end = apart.on_train_epoch_end, apart.on_train_end
@@ -112,7 +112,7 @@ class CallbackList:
 
     @property
     def module_answer(self) -> Any:
-        """The last return value of the module's `on_train_batch_start`, by which a module ends an epoch: -1."""
+        """The last return value of the module's `on_train_batch_start`; with -1 a module ends the epoch."""
         return next((callback.answer for callback in self.callbacks if isinstance(callback, ModuleCallback)), None)
 
 
@@ -149,7 +149,7 @@ def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., No
 
 
 def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[..., Any]:
-    """Return a method that may be called without `dataloader_idx`, as for the only loader of an evaluation: it is 0."""
+    """Return a method that gets dataloader_idx=0 if it is called without one, as for an evaluation's only loader."""
     least = len(expected) - 1
     if expected[-1:] != ["dataloader_idx=0"] or takes(method, least):
         return method
@@ -157,7 +157,7 @@ def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[
 
 
 def nothing(*args: Any) -> None:
-    """Do nothing, as a hook that no callback overrides."""
+    """Stand for a hook that no callback overrides."""
 
 
 def _call_each(methods: Sequence[Callable[..., None]], continue_on_error: bool = False) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -17,55 +17,38 @@ from trainer.errors import ConfigError
 from trainer.guards.host_times import VALIDATION
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
-from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, during, each_wait
+from trainer.metrics.phases import EVALUATION, EVALUATION_DATA, Phase, during, each_wait
 from trainer.metrics.state import never_reset, preserve_torchmetrics, updates_of
 from trainer.runs.hook_checks import takes
 from trainer.runs.monitors import refuse_misspelt_monitors
 from trainer.state.leaving import Leaving, Staying
 from trainer.state.no_trace import keeps_an_iterator, no_trace
-from trainer.strategy import eval_mode, synchronize_buffers
+from trainer.strategy import Strategy, eval_mode, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-_TO_ITS_END = Staying()
+_COMPLETE = Staying()
 
 
-class StageHooks(NamedTuple):
+class StageHooks:
     """The hooks of one stage, of callbacks and module, with the trainer and the module bound."""
 
-    step: str
-    model_eval: Callable[[], None]
-    model_train: Callable[[], None]
-    start: Callable[..., None]
-    end: Callable[..., None]
-    epoch_start: Callable[..., None]
-    epoch_end: Callable[..., None]
-    batch_start: Callable[..., None]
-    batch_end: Callable[..., None]
+    def __init__(self, run: Run, stage: Literal["validation", "test", "predict"]) -> None:
+        hooks, module = run.hooks, run.module
+        self.step = f"{stage}_step"
+        self.model_eval: Callable[[], None] = getattr(module, f"on_{stage}_model_eval")
+        self.model_train: Callable[[], None] = getattr(module, f"on_{stage}_model_train")
+        self.start, self.end = getattr(hooks, f"on_{stage}_start"), getattr(hooks, f"on_{stage}_end")
+        self.epoch_start: Callable[[], None] = getattr(hooks, f"on_{stage}_epoch_start")
+        self.epoch_end: Callable[[], None] = getattr(hooks, f"on_{stage}_epoch_end")
+        self.batch_start: Callable[..., None] = getattr(hooks, f"on_{stage}_batch_start")
+        self.batch_end: Callable[..., None] = getattr(hooks, f"on_{stage}_batch_end")
 
 
-def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> StageHooks:
-    """Return the hooks of a stage."""
-
-    def hook(name: str) -> Any:
-        return getattr(run.hooks, f"on_{stage}_{name}")
-
-    return StageHooks(
-        step=f"{stage}_step",
-        model_eval=getattr(run.module, f"on_{stage}_model_eval"),
-        model_train=getattr(run.module, f"on_{stage}_model_train"),
-        start=hook("start"),
-        end=hook("end"),
-        epoch_start=hook("epoch_start"),
-        epoch_end=hook("epoch_end"),
-        batch_start=hook("batch_start"),
-        batch_end=hook("batch_end"),
-    )
-
-
-def run_validation(run: Run) -> list[dict[str, float]]:
-    """Run `Trainer.validate`; return the reductions by name, of each loader."""
-    return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
+def run_evaluation(run: Run) -> list[dict[str, float]]:
+    """Run `Trainer.validate` or `Trainer.test`; return the reductions by name, of each loader."""
+    hooks = StageHooks(run, "test" if run.stage == "test" else "validation")
+    return evaluate(run, hooks, run.loaders.evaluated, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> bool:
@@ -75,41 +58,42 @@ def validate_during_fit(run: Run) -> bool:
         False if a signal has stopped the run before the end: nothing was validated.
     """
     recording, updates = run.metrics.recording(run.metrics.hook_metrics), updates_of(run.metrics)
-    with run.during("validating"), recording, run.times.during(VALIDATION), run.optimizer_averages.evaluated():
+    with (
+        run.saves.delayed(),
+        run.activity.during("validating"),
+        recording,
+        run.times.during(VALIDATION),
+        run.optimizer_averages.evaluated(),
+    ):
         leaving = Leaving(run)
-        evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad(), leaving=leaving)
+        evaluate(run, StageHooks(run, "validation"), run.loaders.val, torch.no_grad(), leaving=leaving)
         if leaving.left:
             leaving.restore()
-            run.drop_left_validation(leaving.logged)
+            run.saves.drop(leaving.logged)
     if not leaving.left:
-        run.report_once(never_reset(run.metrics, updates))
+        run.values.report_once(never_reset(run.metrics, updates))
     return not leaving.left
 
 
 def sanity_check(run: Run) -> None:
     """Run a few validation batches before training, to find errors early. Logged values are dropped at its end."""
     batches = run.settings.num_sanity_val_steps
-    if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
+    if not run.loaders.val or batches == 0 or run.settings.fast_dev_run:
         return
-    if any(one.one_shot or any(map(keeps_an_iterator, one.streams())) for one in run.val_loaders.values()):
+    if any(one.one_shot or any(map(keeps_an_iterator, one.streams())) for one in run.loaders.val.values()):
         log.info("no sanity check: it would use up the validation data, which can be read only once")
         return
-    with run.during("sanity checking"), no_trace(run), run.session.dropping_values():
+    with run.saves.delayed(), run.activity.during("sanity checking"), no_trace(run), run.session.latest.dropping():
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
-        hooks = stage_hooks(run, "validation")
+        hooks = StageHooks(run, "validation")
         with run.optimizer_averages.evaluated(), ExitStack() as places:
-            for loader in run.val_loaders.values():
+            for loader in run.loaders.val.values():
                 places.enter_context(loader.kept_data())
             leaving = Leaving(run)
-            evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
+            evaluate(run, hooks, run.loaders.val, torch.no_grad(), log_results=False, max_batches=few, leaving=leaving)
         run.hooks.on_sanity_check_end()
     refuse_misspelt_monitors(run)
-
-
-def run_test(run: Run) -> list[dict[str, float]]:
-    """Run `Trainer.test`; return the reductions by name, of each loader."""
-    return evaluate(run, stage_hooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -119,7 +103,7 @@ def evaluate(
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
-    leaving: Staying = _TO_ITS_END,
+    leaving: Staying = _COMPLETE,
 ) -> list[dict[str, float]]:
     """Run validation or test over all loaders; return the reductions by name, in a dict for each loader.
 
@@ -132,9 +116,9 @@ def evaluate(
         hooks: of the stage.
         loaders: the loaders by name.
         no_gradients: the context without gradients.
-        log_results: with False, only callbacks see the logged values.
+        log_results: send the values to the loggers; False: only callbacks see them.
         max_batches: of each loader; None: all.
-        leaving: may end the evaluation where the run is stopped, without results.
+        leaving: may end the evaluation early, without results, if the run is stopped.
     """
     module, metrics, scope = run.module, run.metrics, MetricScope(batches=True, steps=False)
     for loader in loaders.values():
@@ -161,19 +145,20 @@ def evaluate(
                 found.append(metrics.read_epoch(scope))
                 if len(loaders) > 1:
                     metrics.reset_computed()
-            # Not before all loaders are done: an evaluation that is left comes again.
+            # Only when all loaders are done, because an evaluation that is left is repeated.
             for number, values in enumerate((*found, metrics.read_overall(scope))):
                 publish(values, results[number : number + 1])
         run.strategy.release_gathered()
         if run.strategy.processes.world_size > 1:
             metrics.fill_empty_lists()
-        # Kept apart from the values of the training around the evaluation.
+        # Separate from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
         with metrics.latest_including(closing), metrics.recording(closing):
             hooks.epoch_end()
             publish(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:
-                run.end_validation()
+                run.progress.validated()
+                run.saves.end_delay()
             hooks.end()
             publish(metrics.read_epoch(closing), results)
             metrics.reset_computed()
@@ -183,10 +168,10 @@ def evaluate(
 
 def _publish(run: Run, log_results: bool, values: ReducedMetrics, results: list[dict[str, float]]) -> None:
     if not log_results:
-        run.session.store(values)
-        run.expect(values.all)
+        run.session.latest.store(values)
+        run.session.latest.announce(values.all)
         return
-    run.log_to_loggers(values)
+    run.values.send(values)
     for one in results:
         one.update(values.results)
     if run.stage == "fit":
@@ -198,7 +183,7 @@ def run_prediction(run: Run, keep: bool) -> list[list[Any]]:
 
     `keep`: False to keep no outputs in memory, and return empty lists.
     """
-    hooks, loaders = stage_hooks(run, "predict"), run.loaders.predict
+    hooks, loaders = StageHooks(run, "predict"), run.loaders.predict
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()
         hooks.start()
@@ -220,7 +205,7 @@ def run_batches(
     loader: BatchLoader,
     dataloader_idx: int,
     max_batches: int | None = None,
-    leaving: Staying = _TO_ITS_END,
+    leaving: Staying = _COMPLETE,
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
     metrics, transfer = run.metrics, run.transfer(dataloader_idx)
@@ -229,9 +214,9 @@ def run_batches(
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
-    batches = leaving.until_stopped(islice(_batches(run, loader), max_batches), loader, max_batches)
+    batches = leaving.until_stopped(islice(_batches(run.strategy, run.phase, loader), max_batches), loader, max_batches)
     for batch_idx, batch in enumerate(batches):
-        run.evaluated = dataloader_idx, batch_idx
+        run.activity.batch = dataloader_idx, batch_idx
         metrics.start_batch(batch.data, batch.samples)
         data = metrics.batch = transfer(batch.data)
         arguments = (data, batch_idx, *step_index)
@@ -249,14 +234,13 @@ def run_batches(
         kept = [outputs]
         del outputs
         yield kept.pop()
-    run.evaluated = None
+    run.activity.batch = None
 
 
-def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
+def _batches(strategy: Strategy, phase: Phase, loader: BatchLoader) -> Iterator[Batch]:
     """Yield a loader's batches. With collectives in the forward, processes with fewer batches repeat one as padding."""
     loader.measure(epoch=0)  # again, after the hooks
-    batches = each_wait(run.phase, EVALUATION_DATA, loader.iterate(epoch=0))
-    strategy = run.strategy
+    batches = each_wait(phase, EVALUATION_DATA, loader.iterate(epoch=0))
     if not strategy.collective_forward or strategy.processes.world_size == 1 or loader.samples_per_epoch is not None:
         yield from batches  # the loader of a plain DataLoader pads already
         return
@@ -265,12 +249,12 @@ def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
         batch = next(batches, None)
         last = batch if batch is not None else last and last._replace(samples=0)
         ranks = strategy.processes.all_gather_object((batch is not None, last is not None))
-        if not any(has_next for has_next, _ in ranks):
+        has_next, has_any = zip(*ranks, strict=True)
+        if not any(has_next):
             return
-        without = [rank for rank, (_, has_any) in enumerate(ranks) if not has_any]
-        if without:
+        if not all(has_any):
             raise ConfigError(
-                f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
+                f"the loader gives rank {has_any.index(False)} no batch at all, but others have some, and strategy "
                 f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."
             )
         assert last is not None

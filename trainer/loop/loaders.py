@@ -18,6 +18,7 @@ from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
 from trainer.runs.hook_checks import takes
+from trainer.runs.resolved_config import ResolvedConfig
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -43,7 +44,7 @@ def refuse_data(loaders: Any, stage: str) -> None:
 
 
 def make_loaders(run: Run, given: dict[str, Any]) -> None:
-    """Make the run's loaders from those `given`, by stage, or those of the data module or module.
+    """Make the run's loaders from the ones `given`, by stage, or from the data module's or module's.
 
     Raises:
         ConfigError: a loader is missing or empty.
@@ -60,8 +61,8 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         val = given_or_made("val")
         refuse_data(val, "fit")
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
-        if run.val_loaders:
-            _check_intervals(run)
+        if run.loaders.val:
+            _check_intervals(run.config, run.num_training_batches)
     else:
         kind = EVALUATED[run.stage]
         loaders, limit = given_or_made(kind), getattr(run.settings, f"limit_{kind}_batches")
@@ -76,17 +77,17 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
     settings, name = run.settings, type(run.module).__name__
     if not run.module.overrides("validation_step"):
         if val is not None and not settings.overfit_batches:
-            run.report_once(f"{name} has no validation_step: the validation loader is not used")
+            run.values.report_once(f"{name} has no validation_step: the validation loader is not used")
         return {}
     limit = _limit(settings, settings.overfit_batches or settings.limit_val_batches)
     loaders = _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
     if limit and not loaders:
-        run.report_once(f"{name} has a validation_step, but there is no validation loader: nothing is validated")
+        run.values.report_once(f"{name} has a validation_step, but there is no validation loader: nothing is validated")
     return loaders
 
 
 def _check_loader_index(run: Run) -> None:
-    """Check that a step gets the index of one of several loaders: only what it takes by position is passed to it.
+    """Check that a step can take the index of one of several loaders, which is passed by position.
 
     Raises:
         ConfigError: it takes the index by keyword only.
@@ -117,9 +118,10 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
     return batch_loader
 
 
-def _check_intervals(run: Run) -> None:
-    interval, length = run.config.val_check_interval, run.num_training_batches
-    if run.settings.check_val_every_n_epoch is None:
+def _check_intervals(config: ResolvedConfig, length: int | None) -> None:
+    """Raise ConfigError if an epoch of this length, or of an unknown one, cannot have the validations asked for."""
+    interval = config.val_check_interval
+    if config.settings.check_val_every_n_epoch is None:
         return
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
@@ -137,12 +139,12 @@ def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str,
     named = named_loaders(loaders) if limit != 0 else {}
     train = run.loaders.given.get("train")
     if isinstance(train, DataLoader) and not is_plain(train):
-        named = {name: _apart(train) if loader is train else loader for name, loader in named.items()}
+        named = {name: _separate_copy(train) if loader is train else loader for name, loader in named.items()}
     return {name: _batch_loader(run, loader, name, limit, training=False) for name, loader in named.items()}
 
 
-def _apart(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy over the same dataset, because a loader with a state has one place, that of its newest iterator."""
+def _separate_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy over the same dataset: a loader with a state knows only the place of its newest iterator."""
     same = copy(loader)
     parts = deepcopy((loader.sampler, loader.batch_sampler), {id(loader.dataset): loader.dataset})
     vars(same).update(sampler=parts[0], batch_sampler=parts[1], _iterator=None)
@@ -166,21 +168,18 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
 
 
 def _require(run: Run, loaders: Any, argument: str, method: str) -> None:
-    """Raise ConfigError for a loader that is missing, or is none."""
-    if loaders is None:
-        raise _no_loader(run, argument, method)
-    refuse_data(loaders, run.stage)
+    """Raise ConfigError for a loader that is missing or yields no batches."""
+    if loaders is not None:
+        refuse_data(loaders, run.stage)
+        return
+    source = run.datamodule if run.datamodule is not None else run.module
+    if source.overrides(method):
+        raise ConfigError(f"{type(source).__name__}.{method} returned None. Did you forget 'return'?")
+    raise ConfigError(
+        f"{run.stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
+        "datamodule= (on the command line: --data)."
+    )
 
 
 def _limit(settings: Settings, limit: int | float) -> int | float:
     return int(settings.fast_dev_run) or limit
-
-
-def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
-    stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
-    if source.overrides(method):
-        return ConfigError(f"{type(source).__name__}.{method} returned None. Did you forget 'return'?")
-    return ConfigError(
-        f"{stage}() has nothing to run on: define {method} in {type(source).__name__}, or pass {argument}= or "
-        "datamodule= (on the command line: --data)."
-    )

@@ -1,4 +1,4 @@
-"""Manual optimization: steps in which the module calls backward and steps its optimizers."""
+"""Manual optimization: the module calls backward and steps its optimizers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import checked_loss, divided, outputs_for_hooks
 from trainer.loop.run import Run
+from trainer.loop.step import checked_loss, divided, outputs_for_hooks
 from trainer.optimizers import copy_gradients, needs_closure, parameters_of
 from trainer.strategy import DIRECT_BACKWARD, backward_with, has_gradients
 
@@ -35,14 +35,16 @@ class ManualOptimization:
         self.reached: set[int] = set()
         """The ids of optimizers with gradients of a `manual_backward` since their last `step` or `zero_grad`."""
         self.synced = True
-        """False if the last gradients are sums of each process alone."""
+        """False if the last gradients are not reduced over processes yet."""
         self._dtype = torch.get_default_dtype()
         self._in_backward = self._in_step = False
         """True while the trainer itself calls backward, or steps an optimizer."""
 
     def wait_for(self, optimizer: Optimizer) -> bool:
-        """Whether gradients may wait for an optimizer: there was a backward after its last step, if not all of them
-        were direct calls of `loss.backward()`."""
+        """Whether gradients may wait for an optimizer: a backward has followed its last step.
+
+        True, too, if all backwards so far were direct calls of `loss.backward()`, which are not counted.
+        """
         return self.backwards == 0 or self.backwards > self._stepped.get(id(optimizer), 0)
 
     def optimizers(self) -> list[ManualOptimizer]:
@@ -66,7 +68,7 @@ class ManualOptimization:
         if self.steps > steps or run.strategy.scaler is not None:
             run.strategy.end_step()
         step = run.progress.step + 1
-        if run.settings.logs_at(step):  # gloo ends a process in which the flush meets a collective of another size
+        if run.settings.logs_at(step):  # in gloo, a flush that meets a collective of another size ends the process
             self._check_calls(f"step {step}")
         run.step.outputs, run.step.data = outputs_for_hooks(outputs) if run.hooks.take_outputs else None, data
 
@@ -84,23 +86,23 @@ class ManualOptimization:
             self.backwards += 1
             loss = divided(loss, self._loss_divisor)
             run.hooks.on_before_backward(loss)
-            for optimizer in run.optimizers if run.strategy.scaler is not None else ():
+            for optimizer in run.optimizers:
                 run.strategy.scale_gradients(optimizer)
             self._in_backward = True
             with backward_with(run.strategy, *args, **options):
                 run.step.backward(loss)
             self._in_backward = False
-            if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
+            if run.reuses_memory:  # another forward may follow before the step
                 copy_gradients(run.module.parameters())
             self.reached.update(id(optimizer) for optimizer in run.optimizers if has_gradients(optimizer))
             run.hooks.on_after_backward()
 
     def outside_forward(self) -> AbstractContextManager[Any]:
-        """Return the context of what `training_step` calls and is no forward, as with automatic optimization."""
+        """Return the context for work of `training_step` beside the forward, as with automatic optimization."""
         return self.run.strategy.precision.update_context(self.run.strategy.device, self._dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a closure, whose loss an optimizer asks for in its step."""
+        """Return the context for a closure that an optimizer calls in its step."""
         return self.run.strategy.precision.forward_context(self.run.strategy.device)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
@@ -111,7 +113,7 @@ class ManualOptimization:
         self._in_step = True
         self.run.step.update_alone(optimizer, closure, **options)
         self._in_step = False
-        self.run.guards.gradient_norms.stepped(optimizer)
+        self.run.guards.gradient_norms.mark_stepped(optimizer)
 
     @contextmanager
     def _refusing_direct_calls(self) -> Iterator[None]:
@@ -162,7 +164,7 @@ class ManualOptimization:
 class ManualOptimizer:
     """Wrapper of an optimizer for `training_step`, with `automatic_optimization = False`.
 
-    `step` goes through the strategy (loss scaling, sharding); other attributes are those of the torch optimizer.
+    `step` goes through the strategy (loss scaling, sharding); all other attributes are the torch optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, manual: ManualOptimization) -> None:
@@ -173,7 +175,7 @@ class ManualOptimizer:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the torch optimizer, so that torch's schedulers and `isinstance` take this for one."""
+        """The class of the torch optimizer, for torch's schedulers and `isinstance`."""
         return type(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -200,7 +202,7 @@ class ManualOptimizer:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         norms = self._run.guards.gradient_norms
-        norms.stepped(self.optimizer)
+        norms.mark_stepped(self.optimizer)
         with self._manual.forward_context():
             result = closure()
         if self._result is None:
@@ -226,7 +228,7 @@ class ManualOptimizer:
             yield
 
     def _check_gradients(self) -> None:
-        """Raise ConfigError for gradients that are missing in the first step, or that no strategy has reduced."""
+        """Raise ConfigError if the first step has no gradients, or if a gradient was not reduced by the strategy."""
         run, kind = self._run, type(self.optimizer).__name__
         if run.module.automatic_optimization:
             raise ConfigError(

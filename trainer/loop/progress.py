@@ -1,14 +1,14 @@
-"""The counters of a run, and its clock: when it validates, stops and ends."""
+"""The counters of a run, and what goes by them: its activity, the epochs of its loaders, and its end."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from trainer.data.loader import Loaders
 from trainer.distributed.process_group import SingleProcess
@@ -18,6 +18,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.runs.resolved_config import ResolvedConfig
+from trainer.state.held_generators import Generators
 from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
@@ -55,13 +56,17 @@ class Progress:
         self.validated_step = self.step
 
     def split_batches(self, parts: int) -> None:
-        """Count in parts of the batches that were counted so far."""
+        """Count the parts of batches from now on, instead of whole batches."""
         self.batch *= parts
         self.window *= parts
         self.batches_before *= parts
 
     def count_in_batches(self, batch: int, before: int, now: int) -> None:
-        """Count in micro-batches of `now` samples what was counted in those of `before`; `batch` are of this epoch."""
+        """Turn the counters from micro-batches of `before` samples into micro-batches of `now`.
+
+        Args:
+            batch: the micro-batches of this epoch.
+        """
         self.batch, self.window, self.batches_before = batch, 0, self.batches_before * before // now
 
     def next_epoch(self) -> None:
@@ -71,7 +76,7 @@ class Progress:
         self.epoch_started = self.epoch_ended = False
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Take the counters of a checkpoint with which a run goes on: after an epoch's end those of the next one."""
+        """Take the counters of a checkpoint to continue from; after the end of an epoch, begin the next one."""
         self.load_state_dict(state)
         if self.epoch_ended:
             self.next_epoch()
@@ -84,8 +89,123 @@ class Progress:
             setattr(self, field.name, state[field.name])
 
 
+ActivityName = Literal["sanity checking", "training", "validating"]
+_FIRST_ACTIVITY: dict[str, ActivityName] = {"fit": "training", "validate": "validating"}
+
+
+class Activity:
+    """The part of a stage in progress. An error leaves it unchanged, for `on_exception`.
+
+    Args:
+        stage: "fit", "validate", "test" or "predict"; None: nothing has run.
+    """
+
+    batch: tuple[int, int] | None = None
+    """The loader and the batch of the evaluation in progress."""
+
+    def __init__(self, stage: str | None) -> None:
+        self._stage = stage
+        self.name: ActivityName | None = _FIRST_ACTIVITY.get(stage or "")
+        """Training lasts from the first hook of a `fit` to its last, except for validations; None: something else."""
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation, also of the sanity check, or test is in progress."""
+        return self.name in ("validating", "sanity checking") or self._stage == "test"
+
+    @contextmanager
+    def during(self, name: ActivityName) -> Iterator[None]:
+        """Evaluate in the block, and then continue with what was in progress."""
+        before, self.name = self.name, name
+        yield
+        self.name = before
+
+    def end(self) -> None:
+        """End the stage."""
+        self.name = None
+
+
+class DelayedSaves:
+    """The checkpoints that hooks ask for before a step, a validation or an epoch is complete."""
+
+    delays = False
+    """True while a checkpoint would hold a part of a validation or of an epoch's end."""
+    logged_before: Mapping[int, dict[str, Any]] = {}
+    """The states of the loggers, by id, from before the validation that was left."""
+
+    def __init__(self) -> None:
+        self._saves: list[Callable[[], None]] = []
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Write the checkpoints that hooks in the block ask for at its end."""
+        self.delays = True
+        yield
+        self.delays = False
+        saves, self._saves = self._saves, []
+        for save in saves:
+            save()
+
+    def add(self, save: Callable[[], None]) -> None:
+        """Write a checkpoint at the end of the block, unless `drop` is called before."""
+        self._saves.append(save)
+
+    def end_delay(self) -> None:
+        """Write checkpoints at once in the rest of the block."""
+        self.delays = False
+
+    def drop(self, logged: Mapping[int, dict[str, Any]]) -> None:
+        """Write no checkpoint that the validation in progress has asked for: it was left, and comes again.
+
+        Args:
+            logged: the states of the loggers from before it, which checkpoints have from now on.
+        """
+        self._saves.clear()
+        self.logged_before = logged
+
+
+class LoaderEpochs:
+    """The epochs for which loaders are made: with `reload_dataloaders_every_n_epochs` new ones every few epochs.
+
+    Args:
+        every: the number of epochs between two reloads; 0: the loaders of the first epoch stay.
+        progress, generators: of the run.
+    """
+
+    def __init__(self, every: int, progress: Progress, generators: Generators) -> None:
+        self._every, self._progress, self._generators = every, progress, generators
+
+    def made_for(self, epoch: int) -> int:
+        """Return the epoch for which the loaders of an epoch are made."""
+        return epoch - epoch % self._every if self._every else 0
+
+    def same_loaders(self, epoch: int) -> bool:
+        """Whether an epoch has the same loaders as the epoch in progress."""
+        return self.made_for(epoch) == self.made_for(self._progress.epoch)
+
+    def call_when_due(self, reload: Callable[[], None]) -> None:
+        """Set the function that makes new loaders."""
+        self._reload = reload
+
+    def reload_if_due(self) -> None:
+        """Make new loaders if the present ones were made for another epoch. Collective."""
+        if self.made_for(self._progress.epoch) != self._generators.epoch_of_loaders:
+            self._generators.begin_loaders()
+            self._reload()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Ask the user for loaders in the block: the epoch shown there is the one for which they are made."""
+        epoch = self._progress.epoch
+        self._progress.epoch = self._generators.epoch_of_loaders = self.made_for(epoch)
+        try:
+            yield
+        finally:
+            self._progress.epoch = epoch
+
+
 class ValidationClock:
-    """Says, by the clock of rank 0, after which steps the time between two validations is over.
+    """Says, by the clock of rank 0, after which steps validation is due.
 
     Args:
         seconds: between two validations.
@@ -98,7 +218,7 @@ class ValidationClock:
         self._last = time.monotonic()
         self._decided = (0, False)
 
-    def is_up(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return True if a validation is due after `step`; the same answer however often it is asked. Collective."""
         if self._decided[0] != step:
             is_up = False
@@ -118,14 +238,18 @@ class Clock:
     """
 
     stop_reason: str | None = None
-    """The reason for which all processes stop; None: they go on."""
+    """The reason why all processes stop; None: they continue."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     ends = False
-    """True from the last hooks of the last epoch on, or of training, unless the run is to be started again: what is
-    saved then is the end of the training."""
+    """True from the last hooks of the last epoch or of training on: checkpoints hold the end of the training. False if
+    the run is to be started again."""
     shutting_down = False
     """True while only the last collective of the run is left."""
+    interrupted = False
+    """True if an error or a signal has ended the run."""
+    is_over = False
+    """True if a run is started again that had ended: its checkpoints and logs stay unchanged."""
     validations: ValidationClock | None = None
     """Says when a validation is due, if `val_check_interval` is a time."""
 
@@ -139,15 +263,23 @@ class Clock:
         self.last_step = math.inf if last_step is None else last_step
         """The step after which training ends, if nothing ends it before."""
         self.last_epoch = math.inf if config.max_epochs is None else config.max_epochs
-        """The number of epochs after which it does."""
+        """The number of epochs after which training ends, if nothing ends it before."""
 
     def listen(self, begun: Callable[[], int], signals: bool) -> None:
         """Listen for stops and failures of the processes, and check their collective calls; see `listen`."""
         self.coordinator = listen(self._strategy.processes, begun, signals)
 
     def postpone(self, reason: str | None) -> None:
-        """Keep the reason of a stop, of a checkpoint, that waits for `min_epochs` and `min_steps`."""
+        """Restore a checkpoint's request to stop, which waits for `min_epochs` and `min_steps`."""
         self.postponed_stop = reason
+
+    def interrupt(self) -> None:
+        """Remember that an error has ended the run."""
+        self.interrupted = True
+
+    def leave_unchanged(self) -> None:
+        """Write no checkpoints and logs: the steps after the last checkpoint were logged before."""
+        self.is_over = True
 
     def begin_training(self) -> None:
         """Measure the time between two validations from now on."""
@@ -179,20 +311,20 @@ class Clock:
             self.stop_reason = self.coordinator.check(self._progress.step)
         return self.stop_reason is not None
 
-    def is_up(self, epochs: int) -> bool:
-        """Whether the steps that are done, or so many epochs, are all that is to be trained."""
+    def is_complete(self, epochs: int) -> bool:
+        """Whether the training is complete, with the steps done so far and this number of epochs."""
         return self._progress.step >= self.last_step or epochs >= self.last_epoch
 
     def decide_end(self) -> None:
-        """Find out at the end of an epoch, before its checkpoint is written, whether it is the last one."""
-        ends = self.stops() or self.is_up(self._progress.epoch + 1)
+        """Decide at the end of an epoch, before its checkpoint is written, whether it is the last one."""
+        ends = self.stops() or self.is_complete(self._progress.epoch + 1)
         self.ends = ends and not exit_code(self.stop_reason)
 
     def take_last_stop(self, complete: bool) -> None:
-        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
+        """Wait until all processes have trained, and stop if one of them was asked to.
 
         Args:
-            complete: nothing is left to train: it need not be started again.
+            complete: nothing is left to train, so the run need not be started again.
         """
         processes = self._strategy.processes
         if self.stop_reason is None:
@@ -200,8 +332,7 @@ class Clock:
             wanted = processes.all_gather_object(self.coordinator.wanted)
             self.stop_reason = next(filter(None, wanted), None)
         if complete and exit_code(self.stop_reason) == EXIT_RETRY:
-            if processes.is_global_zero:
-                log.info("%s came when nothing was left to train.", self.stop_reason)
+            processes.log.info("%s came when nothing was left to train.", self.stop_reason)
             self.stop_reason = None
         self.ends = not exit_code(self.stop_reason)
 

@@ -5,44 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from contextlib import ExitStack
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard
-from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
-from trainer.errors import ConfigError
 from trainer.fault_tolerance.collective_check import require_same_call
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
-from trainer.guards.host_times import SAVING, HostTimes
+from trainer.guards.host_times import CALLBACKS, SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
 from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
-from trainer.loop.progress import Clock, Progress
-from trainer.loop.step import Step
-from trainer.metrics.metric_log import MetricLog, ReducedMetrics
-from trainer.metrics.monitor import Measured
-from trainer.metrics.phases import (
-    CHECKPOINT,
-    LOGGING,
-    TRANSFER,
-    Phase,
-    during,
-    phase_of,
-    unheard,
-)
+from trainer.loop.logged_values import LatestValues, LoggedValues
+from trainer.loop.progress import Activity, Clock, DelayedSaves, LoaderEpochs, Progress
+from trainer.loop.step import Step, Transfer
+from trainer.metrics.metric_log import MetricLog
+from trainer.metrics.phases import Phase, phase_of, unheard
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import TimedScheduler, needs_closure
@@ -57,23 +45,14 @@ from trainer.state.held_generators import Generators, parts_of
 from trainer.state.hook_changes import HookChanges
 from trainer.strategy import StepOptions
 
-Activity = Literal["sanity checking", "training", "validating"]
-ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
-"""The activities by which the stages begin and end."""
-
 log = logging.getLogger("trainer")
-
-_NEVER = Measured(0.0, -1, "interim")
-"""The latest value of a name that was not logged yet."""
-
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class WaitingGradients(Protocol):
-    """Knows of the gradients that a later step of a manual optimization uses."""
+    """Knows which gradients a later step of a manual optimization uses."""
 
     synced: bool
-    """False if the last gradients are sums of each process alone."""
+    """False if the last gradients are not reduced over processes yet."""
 
     def wait_for(self, optimizer: Optimizer) -> bool: ...
 
@@ -87,7 +66,7 @@ class Session:
         self.progress = Progress()
         self.has_fit = False
         self.accumulate_grad_batches = self.configured_window = settings.window
-        """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
+        """Micro-batches of the next window; and of the first window of each `fit`, as set outside of a run."""
         self.fitting_samples: int | None = None
         """Samples of a micro-batch that fits, with accumulate_grad_batches="auto"; None: not known yet."""
         self.training_batches: int | None = None
@@ -97,18 +76,13 @@ class Session:
         self.named_run: Path | None = None
         """The directory of the run that "last" and "best" mean; None: the newest below `default_root_dir`."""
         self.began: int | None = None
-        """The beginning of the run directory's first `fit`, in nanoseconds since 1970; None: not known yet."""
+        """The time at which the run directory's first `fit` began, in nanoseconds since 1970; None: not known yet."""
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
-        self.callback_metrics: dict[str, float] = {}
-        """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
-        self.logged_metrics: dict[str, float] = {}
-        self.progress_bar_metrics: dict[str, float] = {}
-        self.measured: dict[str, Measured] = {}
-        """The latest values of all logged names, each with the step it was measured at."""
+        self.latest = LatestValues()
 
     def argument(self, name: str, value: str | list[str]) -> str:
-        """Return an argument of `fit` as it is typed: `ckpt_path='last'`; for a command, `--ckpt-path last`."""
+        """Return an argument of `fit` as the user types it: `ckpt_path='last'`, or `--ckpt-path last` for a command."""
         if self.config_text is None:
             return f"{name}={value!r}"
         return f"--{name.replace('_', '-')} {value if isinstance(value, str) else ' '.join(value)}"
@@ -119,91 +93,178 @@ class Session:
             self.progress = Progress()
             self.accumulate_grad_batches = self.configured_window
             self.fitting_samples = None
-        self.forget_values()
-
-    def forget_values(self) -> None:
-        """Forget all logged values."""
-        for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
-            values.clear()
-
-    def store(self, values: ReducedMetrics) -> None:
-        """Store reduced values for the callbacks, the loggers and the progress bar."""
-        self.callback_metrics.update(values.all)
-        self.logged_metrics.update(values.logger)
-        self.progress_bar_metrics.update(values.progress_bar)
-
-    @contextmanager
-    def dropping_values(self) -> Iterator[None]:
-        """Drop the values that the block stores when it ends."""
-        stored = (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics)
-        before = [dict(values) for values in stored]
-        yield
-        for values, earlier in zip(stored, before, strict=True):
-            values.clear()
-            values.update(earlier)
+        self.latest.forget()
 
     def remember_beginning(self, nanoseconds: int) -> None:
         """Write into checkpoints when the first `fit` in the run directory began."""
         self.began = nanoseconds
 
     def remember_fitting(self, samples: int) -> None:
-        """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""
+        """Split batches into micro-batches of this many samples, in this `fit` and in runs from its checkpoints."""
         self.fitting_samples = samples
 
     def split_into(self, parts: int) -> None:
-        """Take this number of micro-batches for a step: the parts of one batch."""
+        """Make a step from this number of micro-batches, the parts of one batch."""
         self.accumulate_grad_batches = parts
+
+
+class Epoch:
+    """The epoch in progress: its windows of micro-batches, and the validations in it and at its end.
+
+    Args:
+        config, session, loaders, guards, clock: of the run.
+    """
+
+    in_progress = False
+    """True from `on_train_epoch_start` to the end of the epoch."""
+    validation_interval: int | None = None
+    """Micro-batches between two validations inside this epoch; None: no validation inside it."""
+    _dropped_windows = 0
+    """The windows that were begun before this epoch and did not become steps."""
+
+    def __init__(
+        self, config: ResolvedConfig, session: Session, loaders: Loaders, guards: Guards, clock: Clock
+    ) -> None:
+        self._config, self._session, self._progress = config, session, session.progress
+        self._loaders, self._guards, self._clock = loaders, guards, clock
+
+    def begin(self) -> None:
+        """Begin an epoch, or continue inside of one."""
+        self.in_progress = True
+        self.drop_window()
+        self._guards.skipping.begin_epoch()
+        assert self._loaders.train is not None
+        if self._progress.batch == 0:  # else the first hooks may have to bring back what the epoch began with
+            self._loaders.train.measure()
+
+    def begin_batches(self) -> None:
+        """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
+        loader, processes = self._loaders.train, self._config.strategy.processes
+        assert loader is not None
+        loader.measure(self._progress.epoch, self._progress.batch)
+        if processes.world_size > 1:
+            loader.agree_on_length(processes.all_gather_object(loader.length))
+        self.validation_interval = self._validation_interval(loader.length or 1)
+
+    def end(self) -> None:
+        """Count the epoch, which is complete."""
+        self._progress.next_epoch()
+        self.in_progress = False
+
+    def leave(self) -> None:
+        """Leave the epoch incomplete, because the run goes back to a checkpoint."""
+        self.in_progress = False
+
+    # -- windows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def inside_window(self) -> bool:
+        """Whether a step has begun and is not complete."""
+        return self.in_progress and self._guards.windows_without_step > self._dropped_windows
+
+    def drop_window(self) -> None:
+        """Drop the windows that have begun: none of them becomes a step any more."""
+        self._dropped_windows = self._guards.windows_without_step
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
+        loader, batch = self._loaders.train, self._progress.batch
+        if self.inside_window:
+            batch += self._session.accumulate_grad_batches
+        return loader is not None and loader.length is not None and batch >= loader.length
+
+    # -- validations ---------------------------------------------------------------------------------------------------
+
+    def validation_due(self) -> bool:
+        """Return True if val_check_interval asks for validation after the last window."""
+        batch, micro_batches = self._progress.batch, self._session.accumulate_grad_batches
+        if self.validation_interval is None or batch == 0:
+            return False
+        if self._clock.validations is not None:
+            return self._clock.validations.is_due(self._progress.step)
+        window = self._progress.window or batch % micro_batches or micro_batches
+        if self._config.settings.check_val_every_n_epoch is None:
+            batch += self._progress.batches_before
+        return batch % self.validation_interval < window
+
+    def _validation_interval(self, length: int) -> int | None:
+        """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""
+        interval = self._config.val_check_interval
+        if not self._may_validate:
+            return None
+        if self._clock.validations is not None:
+            return 1
+        if isinstance(interval, float):
+            return None if interval == 1.0 else max(1, int(length * interval))
+        by_split_batches = self._config.settings.accumulate_grad_batches == "auto"
+        return interval * self._session.accumulate_grad_batches if by_split_batches else interval
+
+    @property
+    def validates_at_end(self) -> bool:
+        """Whether validation is due at the end of this epoch."""
+        interval = self._config.val_check_interval
+        whole_epoch = isinstance(interval, float) and interval == 1.0 and self._clock.validations is None
+        return whole_epoch and self._may_validate
+
+    @property
+    def _may_validate(self) -> bool:
+        """Whether this epoch is one of those with validations."""
+        settings = self._config.settings
+        every = 1 if settings.fast_dev_run else settings.check_val_every_n_epoch or 1
+        return bool(self._loaders.val) and (self._progress.epoch + 1) % every == 0
+
+    @property
+    def is_validated_next(self) -> bool:
+        """Whether the step that has just ended is followed by a validation."""
+        assert self._loaders.train is not None
+        ends_epoch = self._progress.batch == self._loaders.train.length or self.schedulers_wait
+        return self.validation_due() or (ends_epoch and self.validates_at_end)
+
+    @property
+    def schedulers_wait(self) -> bool:
+        """Whether schedulers of steps wait, for the next window or the validation at the epoch's end.
+
+        It is not known which comes next if each process reads its own stream of data.
+        """
+        assert self._loaders.train is not None
+        return self._loaders.train.samples_per_epoch is None and self.validates_at_end
 
 
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    Its parts have one task each, and do not know it: `session` outlives it, `progress` counts, `clock` says when it
-    ends, `guards` watch its steps, `generators` are its random numbers, `metrics` its logged values, `loaders` its
-    data, `facts` are compared with other processes and with a checkpoint, `step` is what each step calls. Devices are
-    known when the processes have met, layers when `configure_model` has run, optimizers when the layers are on their
-    device, and this user code sees the run as far as it is set up: so the methods under "set-up" complete it, in
-    running order, and nothing else assigns to its attributes. A run does not know the Trainer: its hooks have the
-    trainer bound as their first argument, see `CallbackList`.
+    Each part of a run has one task, and does not know the run. `session` outlives it; `progress` counts; `activity`
+    and `epoch` say what is in progress, and `clock` when the run ends; `guards` watch the steps; `loaders` and
+    `loader_epochs` give the data, `generators` the random numbers; `metrics` record values, and `values` pass them on;
+    `saves` are the checkpoints that wait; `facts` are compared with other processes and with a checkpoint; `step` is
+    what each step calls.
+
+    Devices are known when the processes have met, layers when `configure_model` has run, and optimizers when the layers
+    are on their device. User code sees an unfinished run, so the methods under "set-up" complete it in running order;
+    nothing else assigns to its attributes. A run does not know the Trainer: the trainer is bound to its hooks as their
+    first argument, see `CallbackList`.
     """
 
+    transfer: Transfer
+    """Brings batches to the device. Known when the callbacks are."""
     step: Step
     """The calls of each step. Known when training begins."""
-    manual: WaitingGradients | None = None
-    """Says, in manual optimization, which gradients wait for a later step; None: those of each step are used in it."""
-    flushed_step = -1
-    """The last step whose values went to the loggers."""
-    torn_down = False
-    checks_states = False
-    """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
-    interrupted = False
-    """True if an error or a signal has ended the run."""
-    saves_wait = False
-    """True inside `fit` in a validation, but for its last hook: a checkpoint of now would have a part of it."""
-    has_weights = False
-    """True when the strategy has the module, with the weights that the run begins with."""
-    _windows_before = 0
-    """The windows that were begun before this epoch and are no steps of it."""
-    saving_hooks = CallbackList([])
-    """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
-    logged_before: Mapping[int, dict[str, Any]] = {}
-    """The states of the loggers, by id, from before the validation that was left."""
-    validation_interval: int | None = None
-    """Micro-batches between two validations inside this epoch; None: no validation inside it."""
-    in_epoch = False
-    """True from `on_train_epoch_start` to the end of the epoch."""
-    is_over = False
-    """True if a run is started again that has ended as a whole: its checkpoints and logs stay as they are."""
     hook_changes: HookChanges
-    """The changes of hooks at the model and its optimizers. Known from `note_beginning` on."""
-    evaluated: tuple[int, int] | None = None
-    """The loader and the batch of the evaluation in progress."""
-    followed_buffers: Collection[str] = ()
-    """The buffers that steps have changed in the run that wrote the checkpoint."""
+    """The changes that hooks make to the model and its optimizers. Known from `track_hook_changes` on."""
+    manual: WaitingGradients | None = None
+    """The gradients that wait for a later step, in manual optimization; None: each step uses its gradients."""
+    checks_states = False
+    """True until the optimizers have states that a checkpoint was found to hold."""
     closure_needed = False
     """True if the optimizer evaluates the loss several times per step (LBFGS)."""
+    has_weights = False
+    """True once the strategy has the module, with its first weights."""
+    saving_hooks: CallbackList
+    """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     resumed_from: StoragePath | None = None
-    """The checkpoint from which the run was started."""
+    """The checkpoint that the run has started from."""
+    _torn_down = False
 
     def __init__(
         self,
@@ -215,9 +276,10 @@ class Run:
     ) -> None:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
         self.session, self.stage, self.pid = session, stage, os.getpid()
-        self.activity = ACTIVITIES.get(stage)
-        """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
         self.module, self.datamodule = module, datamodule
+        self._with_hyperparameters: dict[str, TrainModule | DataModule] = {"module": module}
+        if datamodule is not None:
+            self._with_hyperparameters["data"] = datamodule
         self.callbacks: list[Callback] = config.callbacks
         self.loggers = config.loggers
         self.hooks = CallbackList([])
@@ -225,38 +287,37 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
+        self.activity, self.saves = Activity(stage), DelayedSaves()
         options = OptionsCheck(self.strategy, self.progress)
         items = module.num_items if module.overrides("num_items") else None
         self.metrics = MetricLog(module, options.gather, num_items=items)
-        self.times = HostTimes()
-        self.transfer_hooks = transfer_hooks(module, datamodule)
-        """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
-        self.phase: Phase = unheard
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
-
-        self._also_trained: set[str] = set()
-        """Names with values of validations that are logged in training, too."""
-        self._reported: set[str] = set()
-        """The warnings that come once, and were logged."""
-        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
-        self.loaders = Loaders()
-        self._waiting_saves: list[Callable[[], None]] = []
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
+        self.phase: Phase = unheard
+        self.times = HostTimes()
+        self.guards = Guards(module, self.strategy, self.progress, self.metrics, options)
+        self.loaders = Loaders()
+        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
+        self.epoch = Epoch(config, session, self.loaders, self.guards, self.clock)
+        self.values = LoggedValues(
+            config, session.latest, self.metrics, self.guards, self.activity, self.progress, self.clock, self.times
+        )
         self.optimizers: list[Optimizer] = []
         self.optimizer_averages = OptimizerAverages(self.strategy)
-        self.generators = Generators(self._owners, self.strategy)
         self.facts = RunFacts(self.strategy)
         self.scheduler_configs: list[TimedScheduler] = []
-        self.clock = Clock(config, self.strategy, self.progress, self.loaders)
+        self.generators = Generators(self._owners, self.strategy)
+        every = self.settings.reload_dataloaders_every_n_epochs if stage == "fit" else 1
+        self.loader_epochs = LoaderEpochs(every, self.progress, self.generators)
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
 
     def bind_hooks(self, caller: object) -> None:
-        """Bind the hooks of the given callbacks, for an error of the set-up: the module's are not known yet.
+        """Bind the hooks of the given callbacks, for errors before the module's callbacks are known.
 
         Args:
             caller: the first argument of hooks.
@@ -264,27 +325,28 @@ class Run:
         self.hooks = CallbackList(self.callbacks, caller, self.module)
 
     def connect_callbacks(self, caller: object) -> None:
-        """Add the module's callbacks, and bind all hooks to `caller`, their first argument, and the module."""
+        """Add the module's callbacks, and bind all hooks to their first arguments: `caller` and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
         self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
-        # A run goes on from a checkpoint that is no weights alone, and that one knows only what was written before it.
+        # A run continues from a full checkpoint, which knows only the checkpoints that were written before it.
         savers = sorted(self.checkpoint_callbacks, key=lambda one: not one.save_weights_only)
         self.saving_hooks = CallbackList(savers, caller, self.module, self.phase)
-        self.times.time_hooks(self.hooks)
-        self.times.time_hooks(self.saving_hooks, SAVING)
+        self.hooks.wrap_calls(partial(self.times.timed, CALLBACKS))
+        self.saving_hooks.wrap_calls(partial(self.times.timed, SAVING))
+        self.transfer = Transfer(self.module, self.datamodule, self.strategy, self.phase, self.times)
 
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         # No signal handlers in an evaluation, which has nothing to save.
         self.clock.listen(self._collectives, signals=self.stage == "fit")
 
-    def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
+    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
         self.session.run_dir, self.resumed_from = run_dir, checkpoint
 
     def seed_processes(self, seed: int) -> None:
-        """Have each reader derive its own random numbers from a seed that was given; the initial weights are equal."""
+        """Seed the generators, by reader; initial weights are equal on all if the user has given a seed."""
         self.session.seed = seed
         seed_readers(seed, self.settings.seed is not None, self.strategy.processes, self.strategy.device)
 
@@ -303,34 +365,16 @@ class Run:
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
 
-    def optimize_by_hand(self, manual: WaitingGradients) -> None:
-        """Save the gradients that wait, if `training_step` calls backward and steps the optimizers."""
-        self.manual = None if self.module.automatic_optimization else manual
-
-    def note_beginning(self, cleanup: ExitStack) -> None:
-        """Note the module and the optimizers as they are before a checkpoint is restored and hooks change them, and,
-        in the end, as they are then."""
+    def track_hook_changes(self, cleanup: ExitStack) -> None:
+        """Remember the module and the optimizers before a checkpoint or a hook changes them, and again at the end."""
         scheduled = any(isinstance(callback, AccumulationSchedule) for callback in self.callbacks)
         fixed = scheduled or self.settings.accumulate_grad_batches == "auto"
         others = {} if fixed else {"trainer.accumulate_grad_batches": self.session}
         self.hook_changes = HookChanges(self.module, self.optimizers, others)
         cleanup.callback(self.hook_changes.end)
 
-    def leave_as_it_is(self) -> None:
-        """Write no checkpoints and logs: what is done again after the last checkpoint has been written before."""
-        self.is_over = True
-
-    def resume(
-        self,
-        postponed_stop: str | None,
-        followed: Collection[str],
-    ) -> None:
-        """Keep of the checkpoint a stop that waits for its time, and the buffers that steps change."""
-        self.followed_buffers = followed
-        self.clock.postpone(postponed_stop)
-
-    def take_weights(self) -> None:
-        """Let users gather, change and save weights from now on."""
+    def allow_weights(self) -> None:
+        """Allow users to gather, change and save weights from now on."""
         self.has_weights = True
 
     def watch_numbers(self) -> None:
@@ -341,182 +385,55 @@ class Run:
         self.guards.nonfinite.begin_training(restored, schedulers, saves)
 
     def mark_states_checked(self) -> None:
-        """Note that a checkpoint can hold the optimizers' states."""
+        """Remember that a checkpoint can hold the optimizers' states."""
         self.checks_states = False
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""
         return self.strategy.processes.begun + self.guards.windows + 10**9 * self.clock.shutting_down
 
-    # -- parts of the stage --------------------------------------------------------------------------------------------
+    # -- training ------------------------------------------------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        """Whether this is a `fit`, from its first hook to its last, and it is not validating."""
-        return self.activity == "training"
-
-    @property
-    def validating(self) -> bool:
-        """Whether validation is in progress, inside `fit` or by itself."""
-        return self.activity == "validating"
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the validation batches before training are in progress."""
-        return self.activity == "sanity checking"
-
-    @contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        """Evaluate in the block, write the checkpoints that wait for its end, and go on with what was in progress."""
-        before, self.activity = self.activity, activity
-        with self.saving_later():
-            yield
-            self.activity = before
-
-    @contextmanager
-    def saving_later(self) -> Iterator[None]:
-        """Write the checkpoints that hooks in the block ask for at its end, when all of the step is done."""
-        self.saves_wait = True
-        yield
-        self.saves_wait = False
-        waiting, self._waiting_saves = self._waiting_saves, []
-        for save in waiting:
-            save()
-
-    def save_later(self, save: Callable[[], None]) -> None:
-        """Write a checkpoint at the end of `saving_later`; of a validation that is left none: it is done again."""
-        self._waiting_saves.append(save)
-
-    def drop_left_validation(self, logged: Mapping[int, dict[str, Any]]) -> None:
-        """Write no checkpoint for which the validation in progress has asked.
+    def begin_training(self, manual: WaitingGradients) -> None:
+        """Begin to train, with the methods that the module has after the first hooks.
 
         Args:
-            logged: the states of the loggers from before it, which checkpoints have: what it has logged comes again.
+            manual: knows which gradients checkpoints have to hold, with manual optimization.
         """
-        self._waiting_saves.clear()
-        self.logged_before = logged
-
-    def end_validation(self) -> None:
-        """Count the validation as done, before its last hook: a resumed run does not repeat it."""
-        self.progress.validated()
-        self.saves_wait = False
-
-    def interrupt(self) -> None:
-        """Remember that an error has ended the run."""
-        self.interrupted = True
-
-    def begin_training(self) -> None:
-        """Train from now on, by the methods that the module has after the first hooks."""
         self.times.begin()
         self.clock.begin_training()
         self.session.training_batches = self.num_training_batches
-        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed, self.followed_buffers)
+        self.guards.begin_training(self.hooks, self.loaders, self.closure_needed)
         if self.step_guard is not None:
             measures = not clipping_finds_it(self.settings, self.module)
             self.guards.judge_steps(self.step_guard, self.loaders, measures)
-
-    def bind_step(self) -> None:
-        """Bind what each step calls, with the methods that the module has by now."""
+        self.manual = None if self.module.automatic_optimization else manual
         self.step = Step(self)
-
-    def begin_epoch(self) -> None:
-        """Begin an epoch, or go on inside of one."""
-        self.in_epoch = True
-        self.drop_window()
-        self.guards.skipping.begin_epoch()
-        # Else the first hooks may have to bring back what the epoch began with.
-        if self.progress.batch == 0 and self.train_loader is not None:
-            self.train_loader.measure()
-
-    def begin_batches(self, validation_interval: Callable[[], int | None]) -> None:
-        """Begin the batches of an epoch, with the data that its first hooks have left. Collective."""
-        loader, processes = self.train_loader, self.strategy.processes
-        if loader is not None:
-            loader.measure(self.progress.epoch, self.progress.batch)
-            if processes.world_size > 1:
-                loader.agree_on_length(processes.all_gather_object(loader.length))
-        self.validation_interval = validation_interval()
 
     @property
     def step_guard(self) -> StepGuard | None:
-        """The callback that decides about bad steps."""
+        """The callback that decides what to do about bad steps."""
         return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
-
-    def forget_values(self) -> None:
-        """Forget logged values and norms, before the values of a checkpoint are restored within the run."""
-        self.session.forget_values()
-        self.flushed_step, self.in_epoch = -1, False
-        self.guards.gradient_norms.forget()
-
-    def set_reload(self, reload: Callable[[], None]) -> None:
-        """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
-        self._reload = reload
-
-    def reload_if_due(self) -> None:
-        """Make the loaders anew if they are those of other epochs than the one in progress. Collective."""
-        if self.epoch_of_loaders(self.progress.epoch) != self.generators.epoch_of_loaders:
-            self.generators.begin_loaders()
-            self._reload()
-
-    @contextmanager
-    def asking_for_loaders(self) -> Iterator[None]:
-        """Ask the user for loaders in the block, in the epoch for which they are made, also if that is over by now."""
-        epoch = self.progress.epoch
-        self.progress.epoch = self.generators.epoch_of_loaders = self.epoch_of_loaders(epoch)
-        try:
-            yield
-        finally:
-            self.progress.epoch = epoch
-
-    def epoch_of_loaders(self, epoch: int) -> int:
-        """Return the epoch for which the loaders of an epoch are made."""
-        every = self.settings.reload_dataloaders_every_n_epochs if self.stage == "fit" else 1
-        return epoch - epoch % every if every else 0
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
-        length, batch = self.num_training_batches, self.progress.batch
-        ahead = self.session.accumulate_grad_batches if self.inside_window else 0
-        return length is not None and batch + ahead >= length
-
-    @property
-    def inside_window(self) -> bool:
-        """Whether a step has begun and is not complete."""
-        return self.in_epoch and self._windows_without_step > self._windows_before
-
-    def drop_window(self) -> None:
-        """Take the windows that have begun as over: none of them becomes a step any more."""
-        self._windows_before = self._windows_without_step
-
-    @property
-    def _windows_without_step(self) -> int:
-        """The windows that have begun and are no steps yet; refused ones, which never will be, do not count."""
-        return self.metrics.window - self.metrics.repeats - self.progress.step - self.guards.refused
-
-    def end_epoch(self) -> None:
-        """Count the epoch, which is complete."""
-        self.progress.next_epoch()
-        self.in_epoch = False
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def tear_down(self) -> None:
         """Call `teardown` of the data module, the callbacks and the module, once."""
-        if self.torn_down:
+        if self._torn_down:
             return
-        self.torn_down = True
+        self._torn_down = True
         self.metrics.end("teardown logs nothing: log in on_train_end, or in on_validation_end or on_test_end.")
         of_data = [self.datamodule.teardown] if self.datamodule is not None else []
         call_all([*of_data, self.hooks.teardown], self.stage)
         for logger in self.loggers if self.strategy.processes.is_global_zero else ():
-            logger.finalize("failed" if self.interrupted else "success")
+            logger.finalize("failed" if self.clock.interrupted else "success")
 
     def end(self) -> None:
-        """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
-        self.session.stage = self.activity = None
+        """End the run: nothing can be logged any more. Module and data module stay attached to the trainer."""
+        self.session.stage = None
+        self.activity.end()
         self.metrics.end("the run has ended: log inside of fit, validate or test.")
-        if self.interrupted or self.in_epoch:
+        if self.clock.interrupted or self.epoch.in_progress:
             self.metrics.reset_unfinished()
         self.module.untoggle_optimizer()
 
@@ -528,18 +445,13 @@ class Run:
         return self.loaders.train
 
     @property
-    def val_loaders(self) -> dict[str, BatchLoader]:
-        """The validation loaders by name."""
-        return self.loaders.val
-
-    @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of one epoch on this process; None: unknown."""
-        return self.train_loader.length if self.train_loader is not None else None
+        return None if self.loaders.train is None else self.loaders.train.length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Total steps of `fit`, for schedules; `math.inf` without a known end."""
+        """Total steps of `fit`, for schedules; `math.inf` if its end is not known."""
         if self.stage == "fit":
             self.loaders.needed()
         max_epochs, max_steps = self.config.max_epochs, self.config.max_steps
@@ -554,101 +466,9 @@ class Run:
         first_epochs = [*sorted(epoch for epoch in windows if epoch < max_epochs), max_epochs]
         return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
 
-    @property
-    def evaluating(self) -> bool:
-        """Whether validation, also of the sanity check, or test is in progress."""
-        return self.activity in ("validating", "sanity checking") or self.stage == "test"
-
-    def _owners(self) -> dict[str, Any]:
-        """Return the objects of the user's that may hold random generators, by name."""
-        of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
-        of_callbacks = {OF_CALLBACK + key: one for key, one in callbacks_by_state_key(self.callbacks).items()}
-        of_data = {} if self.datamodule is None else {"data module": self.datamodule}
-        optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
-        return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
-
-    # -- batches -------------------------------------------------------------------------------------------------------
-
-    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any]:
-        """Return what brings a loader's batches to the device, through the transfer hooks if there are any."""
-        if self.transfer_hooks is None:
-            return during(self.phase, TRANSFER, self.strategy.to_device)
-        before, move, after = self.transfer_hooks
-
-        def through_hooks(batch: Any) -> Any:
-            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
-            batch = require_batch(move(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
-            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
-
-        # Hooks that users write may take any time; a copy by the strategy costs the host none that it could save.
-        return during(self.phase, TRANSFER, self.times.timed(TRANSFER, through_hooks))
-
-    # -- logging -------------------------------------------------------------------------------------------------------
-
-    def read_metrics(self) -> dict[str, float]:
-        """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
-        metrics = self.metrics
-        self.update_metrics(metrics.read_step())
-        if self.evaluating and not self.sanity_checking:
-            self.log_to_loggers(metrics.read_epoch(metrics.evaluation_hooks))
-        if self.progress.epoch_ended and not self.sanity_checking:
-            self.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
-        else:
-            self.update_metrics(metrics.peek_epoch(metrics.hook_metrics), complete=False)
-        return self.session.callback_metrics
-
-    def flush_step(self) -> None:
-        """Send the values of the last step to the loggers, once, every `log_every_n_steps`. Collective."""
-        step, every = self.progress.step, self.settings.log_every_n_steps
-        if every and step % every == 0 and self.flushed_step != step:
-            self.flushed_step = step
-            self.log_to_loggers(self.metrics.read_step())
-            self.metrics.mark_flushed()
-
-    def log_to_loggers(self, values: ReducedMetrics) -> None:
-        """Store reduced values and send them to the loggers."""
-        self.update_metrics(values)
-        if values.logger and self.strategy.processes.is_global_zero and not self.is_over:
-            with self.phase(LOGGING), self.times.during(LOGGING):
-                for logger in self.loggers:
-                    logger.log_metrics(values.logger, self.progress.step)
-
-    def new_value(self, config: TimedScheduler) -> float | None:
-        """Return the value that a scheduler monitors; None without one since the scheduler's last. Collective."""
-        assert config.monitor is not None
-        self.read_metrics()
-        measured = self.monitored(config.monitor)
-        if measured is None or measured.step <= config.value_step:
-            return None
-        config.value_step = measured.step
-        return measured.value
-
-    def monitored(self, name: str) -> Measured | None:
-        """Return the latest value of a logged name; None without one.
-
-        A name that is logged in training and in validation has the value of the validation, which a warning says.
-        """
-        if name in self._also_trained:
-            self.report_once(
-                f"{name!r} is logged in training and in validation, and monitored: its values are those of the "
-                "validations. Give the two different names to choose."
-            )
-        return self.session.measured.get(name)
-
-    def report_once(self, message: str) -> None:
-        """Log a warning, unless it is empty or was logged before in this run."""
-        if message and message not in self._reported and self.strategy.processes.is_global_zero:
-            self._reported.add(message)
-            log.warning("%s", message)
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Remember names that a validation logs, before it has values that count."""
-        for name in names:
-            self.session.measured.setdefault(name, Measured(0.0, -1, "validation"))
-
-    def is_to_come(self, name: str) -> bool:
+    def may_still_be_logged(self, name: str) -> bool:
         """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
-        if self.val_loaders and self.progress.validated_step == -1:
+        if self.loaders.val and self.progress.validated_step == -1:
             return True
         users = users_callbacks(self.callbacks, "on_train_epoch_end") or self.module.overrides("on_train_epoch_end")
         if users and self.progress.epoch == 0 and not self.progress.epoch_ended:
@@ -656,107 +476,66 @@ class Run:
         logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
         return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
-    def check_numbers(self) -> None:
-        """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
-        self.guards.check_numbers(self.optimizers if self.training else [])
-
-    def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
-        """Store reduced values for `monitor=`, the loggers and the progress bar.
-
-        `complete`: False for means over a part of an epoch. They belong to no step, and those of kind "past" to none
-        that a monitor could use.
-        """
-        self.check_numbers()
-        measured, step = self.session.measured, self.progress.step
-        for name, value in values.all.items():
-            kind, latest = values.kinds[name], measured.get(name, _NEVER)
-            if not complete or kind == "past":
-                measured.setdefault(name, Measured(value, -1, "interim"))
-            elif self.validating and kind == "epoch":
-                measured[name] = Measured(value, step, "validation")
-            elif latest.kind == "validation":
-                self._also_trained.add(name)
-            elif kind == "epoch" or (latest.step, latest.kind) != (step, "epoch"):
-                measured[name] = Measured(value, step, kind)
-        self.session.store(values)
-
-    def forget_validation(self) -> None:
-        """Let the values of a validation after this step belong to no state: what was validated has changed since."""
-        for name, one in self.session.measured.items():
-            if (one.kind, one.step) == ("validation", self.progress.step):
-                self.session.measured[name] = one._replace(step=-1)
+    def _owners(self) -> dict[str, Any]:
+        """Return the user's objects that may hold random generators, by name."""
+        of_schedulers = {f"scheduler {number}": one.scheduler for number, one in enumerate(self.scheduler_configs)}
+        of_callbacks = {OF_CALLBACK + key: one for key, one in callbacks_by_state_key(self.callbacks).items()}
+        of_data = {} if self.datamodule is None else {"data module": self.datamodule}
+        optimizers = {f"optimizer {number}": one for number, one in enumerate(self.optimizers)}
+        return parts_of({"module": self.module}, optimizers) | of_data | of_schedulers | of_callbacks
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_group(self) -> ProcessGroup:
-        """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
-        return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
         """The callbacks that write checkpoints."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
-    @contextmanager
-    def saving_checkpoint(self) -> Iterator[None]:
-        """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
-        with self.clock.saving(), self.phase(CHECKPOINT), self.times.during(SAVING):
-            yield
-
     @cached_property
     def processing_files(self) -> dict[str, str]:
-        """The files of a tokenizer or processor of the module or data module; see `processing_files`."""
-        return processing_files([one for one in (self.module, self.datamodule) if one is not None])
+        """The files of a tokenizer or processor in the module or data module; see `processing_files`."""
+        return processing_files([*self._with_hyperparameters.values()])
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters of module and data module."""
-        owners = self._with_hyperparameters()
-        stored = {name: stored_hyperparameters(one.hparams) for name, one in owners.items()}
-        inside = {name: vars(one).get("_hparams_inside", {}) for name, one in owners.items()}
-        named = {name: next(iter(of)) if len(of) == 1 else of for name, of in inside.items() if any(of)}
-        kinds = {name: kinds_of_hyperparameters(one.hparams) for name, one in owners.items()}
-        none: dict[str, Any] = {"module": {}, "data": {}}
-        return {**none, **stored, **({"arguments": named} if named else {}), "kinds": {**none, **kinds}}
-
-    def _with_hyperparameters(self) -> dict[str, Any]:
-        return {"module": self.module} if self.datamodule is None else {"module": self.module, "data": self.datamodule}
+        """Return the hyperparameters of module and data module, as a checkpoint stores them."""
+        stored: dict[str, Any] = {"module": {}, "data": {}}
+        kinds: dict[str, Any] = {"module": {}, "data": {}}
+        named: dict[str, Any] = {}
+        for name, one in self._with_hyperparameters.items():
+            stored[name], kinds[name] = stored_hyperparameters(one.hparams), kinds_of_hyperparameters(one.hparams)
+            inside = vars(one).get("_hparams_inside", {})
+            if any(inside):
+                named[name] = next(iter(inside)) if len(inside) == 1 else inside
+        return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""
-        kept, owners = self.hyperparameters(), self._with_hyperparameters()
-        shown = [name for name, one in owners.items() if vars(one).get("_hparams_for_loggers", True)]
-        return {name: kept[name] if name in shown else {} for name in ("module", "data")}
+        """Return the hyperparameters for the loggers: none from `save_hyperparameters(logger=False)`."""
+        kept = self.hyperparameters()
+        for name, one in self._with_hyperparameters.items():
+            if not vars(one).get("_hparams_for_loggers", True):
+                kept[name] = {}
+        return {"module": kept["module"], "data": kept["data"]}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
-
-    def check_all_ranks_call(self, what: str) -> None:
-        """Raise ConfigError if only some processes call the collective `what`, a method that users call.
-
-        The message names the function that called the method, because another process may call it elsewhere.
-        """
-        caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
-        self.strategy.processes.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
 
     def begin_call(self, what: str, data: Any, check: bool) -> None:
         """Compare a collective of the user between the processes, if `check`; see `require_same_call`."""
         processes, progress = self.strategy.processes, self.progress
         if check:
             position = f", after step {progress.step}, in epoch {progress.epoch}, batch {progress.batch}"
-            if self.evaluated is not None:
-                position += ", at batch {1} of evaluation loader {0}".format(*self.evaluated)
+            if self.activity.batch is not None:
+                position += ", at batch {1} of evaluation loader {0}".format(*self.activity.batch)
             require_same_call(processes, what, data, position)
         processes.begun += 1
 
 
 class NoRun:
-    """The run of a trainer that has none yet: what its attributes show."""
+    """Stands for the run of a trainer that has not run yet."""
 
     stage: str | None = None
-    activity: Activity | None = None
-    training = validating = sanity_checking = evaluating = interrupted = is_last_batch = False
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
+    activity = Activity(None)
     loaders = Loaders()
 
     @property
@@ -771,25 +550,3 @@ class NoRun:
 
 
 NO_RUN = NoRun()
-
-
-def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
-    """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
-
-    Each is the data module's if that defines it, else the module's, as in Lightning.
-    """
-    overridden = [] if datamodule is None else [name for name in TRANSFER_HOOKS if datamodule.overrides(name)]
-    if not overridden and not module.overrides_any(TRANSFER_HOOKS):
-        return None
-    return [getattr(datamodule if name in overridden else module, name) for name in TRANSFER_HOOKS]
-
-
-def require_batch(batch: Any, hook: str) -> Any:
-    """Return the batch that a transfer hook returned.
-
-    Raises:
-        ConfigError: `batch` is None.
-    """
-    if batch is None:
-        raise ConfigError(f"{hook} returned None: end it with 'return batch'.")
-    return batch

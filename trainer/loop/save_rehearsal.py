@@ -1,4 +1,4 @@
-"""Find what no checkpoint of a training can hold: before the first step, and of optimizers' states after it."""
+"""Find state that no checkpoint can hold: before the first step, and in optimizers' states after it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rehearse_save(run: Run) -> None:
 
 
 def _rehearsed_state(run: Run) -> dict[str, Any]:
-    """Return what users give to a checkpoint, as far as it is there before the first step."""
+    """Return the entries of a checkpoint that users provide, as far as they exist before the first step."""
     module, data, failed = run.module, run.datamodule, list[str]()
 
     def tried(what: str, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -98,11 +98,11 @@ def check_buffers_storable(module: TrainModule) -> None:
 
 def _beside_weights(module: TrainModule, entries: dict[str, Any]) -> dict[str, Any]:
     weights = dict(module.named_parameters(remove_duplicate=False))
-    return {name: one for name, one in entries.items() if name not in weights and _is_known(one)}
+    return {name: one for name, one in entries.items() if name not in weights and _is_saved_unchanged(one)}
 
 
-def _is_known(value: Any) -> bool:
-    """Whether the strategy takes a value for a checkpoint as it is; it makes plain tensors of some, with values."""
+def _is_saved_unchanged(value: Any) -> bool:
+    """Whether the strategy saves a value unchanged; it turns some others into plain tensors."""
     return not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and not value.is_meta)
 
 

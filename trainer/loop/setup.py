@@ -22,26 +22,28 @@ from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.slurm import was_requeued
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, restoring
 from trainer.fault_tolerance.collective_check import end_listening
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.fault_tolerance.signals import keep_exit_code
-from trainer.guards.optimizer_overrides import OF_STEP
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.auto_accumulation import find_fitting_batches, split_batches
 from trainer.loop.loaders import make_loaders
+from trainer.loop.progress import Clock
 from trainer.loop.run import Run, Session
 from trainer.loop.save_rehearsal import check_buffers_storable
+from trainer.loop.step import STEP_OVERRIDES
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.training_state import (
     choose_seed,
     drawing_as_before,
     load_training_state,
+    load_weights,
     restore_data,
     restore_training,
-    restore_weights,
 )
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
@@ -103,7 +105,7 @@ def start_run(
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
         allow_changes: names of `GROUPS` in `runs/facts.py`, which may differ from the run that wrote the checkpoint.
-        weights: pretrained weights with which `fit` starts, where there is no checkpoint.
+        weights: pretrained weights to start `fit` from, unless there is a checkpoint.
     """
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)
     start_processes(config)
@@ -115,13 +117,12 @@ def start_run(
         try:
             cleanup.callback(run.strategy.teardown)
             join_processes(config, cleanup)
-            if run.strategy.processes.rank == 0:
-                log.info("%s", start_line(config, stage))
+            run.strategy.processes.log.info("%s", start_line(config, stage))
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.generators.isolated(keeps_new=True))
             run.connect_callbacks(caller)
             run.facts.agree_on_settings(stage, config, run.callbacks)
-            cleanup.callback(stop_listening, run)
+            cleanup.callback(stop_listening, run.strategy.processes, run.clock)
             run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             choose_logger_folders(run, ckpt_path)
@@ -134,10 +135,10 @@ def start_run(
             if run.settings.fast_dev_run:
                 cleanup.enter_context(run.loaders.kept_places())
             restore_micro_batch_size(run, checkpoint)
-            run.set_reload(partial(reload_loaders, run, data))
+            run.loader_epochs.call_when_due(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
-            run.note_beginning(cleanup)
+            run.track_hook_changes(cleanup)
             restore_training(run, checkpoint)
             if stage == "fit":
                 find_fitting_batches(run)
@@ -149,11 +150,11 @@ def start_run(
             finish(run)
         except BaseException as error:
             end_forked_child(run.pid, error)
-            run.interrupt()
+            run.clock.interrupt()
             end_with_error(run, error)
             raise
     run.clock.coordinator.send_again(run.clock.stop_reason)
-    exit_if_stopped(run)
+    exit_if_stopped(run.clock, run.strategy.processes)
 
 
 def start_processes(config: ResolvedConfig) -> None:
@@ -174,11 +175,11 @@ def join_processes(config: ResolvedConfig, cleanup: ExitStack) -> None:
     cleanup.callback(set_deterministic(config.settings.deterministic, config.settings.benchmark))
 
 
-def stop_listening(run: Run) -> None:
+def stop_listening(processes: SingleProcess, clock: Clock) -> None:
     """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
-    if will_exit(run):
+    if will_exit(clock):
         keep_exit_code()
-    end_listening(run.strategy.processes, run.clock.coordinator)
+    end_listening(processes, clock.coordinator)
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
@@ -186,10 +187,10 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     strategy, session = run.strategy, run.session
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
-    run.locate(run_dir, path)
+    run.set_paths(run_dir, path)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
-    run.locate(run_dir, path)
+    run.set_paths(run_dir, path)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
         if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
@@ -204,7 +205,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
 
 
 def note_configuration(run: Run) -> None:
-    """Write the configuration into the run directory, or, of a run that was started from Python, say where that is."""
+    """Write the configuration into the run directory; log the directory of a run that was started from Python."""
     if run.session.config_text is not None:  # then the command line names it at the end
         replace_notes(run.session.run_dir / "config.yaml", run.session.config_text.encode())
     elif run.loggers or run.checkpoint_callbacks:
@@ -213,22 +214,28 @@ def note_configuration(run: Run) -> None:
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
     """Return, on rank 0, the checkpoint to start from and the run directory, which a restarted run keeps."""
-    record = RestartRecord() if run.stage == "fit" else None  # which counts the fits of the script
-    path = find_after_restart(run, record.former) if record is not None and record.former is not None else None
+    if run.stage != "fit":
+        return _with_run_dir(run, ckpt_path, find_checkpoint(run, ckpt_path))
+    record = RestartRecord()  # which counts the fits of the script
+    path = None if record.former is None else find_after_restart(run, record.former)
     if path is not None:
         ckpt_path = "last"
         log.info("started again after a failure")
     else:
-        if record is not None and was_requeued():
+        if was_requeued():
             ckpt_path = ckpt_path or "last"
         path = find_checkpoint(run, ckpt_path)
-        if record is not None and path is not None:
+        if path is not None:
             path = refuse_weights_alone(run, ckpt_path, path)
-    path = None if path is None else kept_storage_path(path)
-    run_dir = kept_path(choose_run_dir(run, ckpt_path, path))
-    if record is not None:
-        record.remember(str(run_dir))
+    path, run_dir = _with_run_dir(run, ckpt_path, path)
+    record.remember(str(run_dir))
     return path, run_dir
+
+
+def _with_run_dir(run: Run, ckpt_path: str | Path | None, path: StoragePath | None) -> tuple[StoragePath | None, Path]:
+    """Return a checkpoint and the run directory, as paths that a change of the working directory leaves unchanged."""
+    path = None if path is None else kept_storage_path(path)
+    return path, kept_path(choose_run_dir(run, ckpt_path, path))
 
 
 def prepare_data(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
@@ -279,9 +286,12 @@ def build_module(
     if pretrained is not None:
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
-    restore_weights(run, checkpoint)
+    if checkpoint is not None:
+        with restoring("the weights"):
+            load_weights(strategy, checkpoint)
+        log.info("restored %s", run.resumed_from)
     run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
-    run.take_weights()
+    run.allow_weights()
 
 
 def build_layers(run: Run) -> None:
@@ -304,12 +314,12 @@ def check_built(module: TrainModule, strategy: Strategy, facts: RunFacts, traini
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:
-    """Make the loaders; restore before what they may depend on: the counters, if so, and the data module's state."""
+    """Restore the state that loaders may depend on (counters, the data module), and make the loaders."""
     if checkpoint is not None:
         if run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
             run.progress.resume(checkpoint["progress"])
-        restore_data(run, checkpoint)
-    with run.asking_for_loaders(), drawing_as_before(run, checkpoint):
+        restore_data(run.datamodule, checkpoint)
+    with run.loader_epochs.asking(), drawing_as_before(run, checkpoint):
         make_loaders(run, given)
 
 
@@ -322,9 +332,9 @@ def restore_micro_batch_size(run: Run, checkpoint: dict[str, Any] | None) -> Non
 
 
 def reload_loaders(run: Run, data: dict[str, Any]) -> None:
-    """Ask the data module or module for its loaders anew. Collective."""
+    """Ask the data module or module for new loaders. Collective."""
     run.loaders.close()
-    with run.asking_for_loaders():
+    with run.loader_epochs.asking():
         make_loaders(run, data)
     assert run.train_loader is not None
     run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
@@ -333,7 +343,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
 
 
 def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: Collection[str]) -> None:
-    """Report changes since the checkpoint, and a run that has ended, which then stays as it is. Collective."""
+    """Report changes since the checkpoint, and leave a run that has ended unchanged. Collective."""
     report_changes(run, checkpoint, allow_changes)
     if run.stage != "fit" or run.resumed_from is None or run.settings.fast_dev_run:
         return
@@ -351,12 +361,12 @@ def report_restored(run: Run, checkpoint: dict[str, Any] | None, allow_changes: 
     else:
         return
     if ended:
-        run.leave_as_it_is()
-    run.report_once(f"nothing is left to train: {end}")
+        run.clock.leave_unchanged()
+    run.values.report_once(f"nothing is left to train: {end}")
 
 
 def build_optimizers(run: Run) -> None:
-    """Get optimizers and schedulers from the module, and pass them to the strategy."""
+    """Get optimizers and schedulers from the module, check them, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
     optimizers, schedulers = parse_optimizers(
@@ -378,15 +388,15 @@ def build_optimizers(run: Run) -> None:
     )
     run.set_up_optimizers(optimizers, schedulers, steps)
     alone = len(optimizers) == 1 and strategy.processes.world_size == 1 and strategy.scaler is None
-    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(OF_STEP)):
+    if run.closure_needed and (not alone or run.step_guard is not None or module.overrides_any(STEP_OVERRIDES)):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
-            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(OF_STEP)}."
+            f"one process, without loss scaling, BadStepGuard, and overrides of {' and '.join(STEP_OVERRIDES)}."
         )
 
 
 def give_hints(run: Run) -> None:
-    """Log what a user may not have meant."""
+    """Log settings that the user may not have meant."""
     settings = run.settings
     planned, every = run.estimated_stepping_batches, settings.log_every_n_steps
     if run.loggers and planned < every:

@@ -7,12 +7,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import FrameType
 
 import torch
 
 from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
+from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.slurm import requeue
 from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
@@ -20,18 +20,20 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.callback_list import call_all
+from trainer.loop.progress import Clock
 from trainer.loop.run import Run
 from trainer.runs.run_directory import note_end
 from trainer.runs.terminal import print_text
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
-_OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+_STATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 """The errors that an optimizer may raise when it loads the state of another one."""
 
 
 def finish(run: Run) -> None:
-    """Call the teardown hooks, say why a training was stopped, and wait for the other processes."""
+    """Call the teardown hooks, log why a training was stopped, and wait for the other processes."""
     run.clock.watchdog.expect_slow_work()
     if run.stage == "fit":
         require_saved(run)
@@ -42,7 +44,7 @@ def finish(run: Run) -> None:
 
 
 def report_end(run: Run) -> None:
-    """Note in the run directory that a training has ended, or say why it was stopped and how it goes on."""
+    """Note in the run directory that a training has ended, or log why it was stopped and how to continue it."""
     code, stopped = exit_code(run.clock.stop_reason), f"stopped after step {run.progress.step}: {run.clock.stop_reason}"
     if code:
         print_text(run.callbacks, f"{stopped}. {_resume_advice(run)}\n")
@@ -67,7 +69,7 @@ def _resume_advice(run: Run) -> str:
 def require_saved(run: Run) -> None:
     """Raise WriteError if the last weights could not be saved, so that the process does not exit with success.
 
-    For a run that is to be started again (exit code 75) it is only logged: that resumes from the newest checkpoint.
+    If the run is to be started again (exit code 75), the problem is only logged: it resumes from the newest checkpoint.
     """
     problems = [problem for callback in run.checkpoint_callbacks if (problem := callback.unsaved) is not None]
     if not problems:
@@ -78,10 +80,9 @@ def require_saved(run: Run) -> None:
     )
     if exit_code(run.clock.stop_reason) != EXIT_RETRY or not exit_code_is_free():
         raise WriteError(message)
-    if run.strategy.processes.is_global_zero:
-        log.error(
-            "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY
-        )
+    run.strategy.processes.log.error(
+        "%s The exit code stays %d: the run that is started again repeats what is not saved.", message, EXIT_RETRY
+    )
 
 
 def end_with_error(run: Run, error: BaseException) -> None:
@@ -112,31 +113,31 @@ def end_with_error(run: Run, error: BaseException) -> None:
 
 
 def _explain(run: Run, error: BaseException) -> TrainerError | None:
-    """Return the first explanation that there is for an error of torch or of the user's code."""
+    """Return the first explanation of an error of torch or of the user's code; None if there is none."""
     if not isinstance(error, Exception) or isinstance(error, TrainerError):
         return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (
-        run.guards.explain(error)
-        or _explain_shards(run, error, frames)
+        run.guards.explain(modules[-1])
+        or _explain_shards(run.strategy, error, modules)
         or explain_torch_error(error)
-        or _explain_restored_state(run, error, frames)
+        or _explain_restored_state(run, error, modules)
     )
 
 
-_WITH_SHARDS = ("torch.distributed.tensor", "torch.nn.utils.prune", "torch.nn.utils.parametriz")
+_SHARD_MODULES = ("torch.distributed.tensor", "torch.nn.utils.prune", "torch.nn.utils.parametriz")
 """Beginnings of the modules of torch whose errors are about sharded parameters."""
-_OF_SHARDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy", "_distributed_c10d.ProcessGroup")
+_SHARD_WORDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy", "_distributed_c10d.ProcessGroup")
 """Words in other such errors; the last two are of copies."""
 
 
-def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> ConfigError | None:
+def _explain_shards(strategy: Strategy, error: Exception, modules: list[str]) -> ConfigError | None:
     """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
-    of_torch = any(frame.f_globals.get("__name__", "").startswith(_WITH_SHARDS) for frame in frames)
-    if not run.strategy.shards_state or not (of_torch or any(words in str(error) for words in _OF_SHARDS)):
+    of_torch = any(module.startswith(_SHARD_MODULES) for module in modules)
+    if not strategy.shards_state or not (of_torch or any(words in str(error) for words in _SHARD_WORDS)):
         return None
     return ConfigError(
-        f"a parameter was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards of the "
+        f"a parameter was used here as a full tensor, and strategy {strategy.name!r} keeps shards of the "
         "parameters. In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to "
         f"change it); within a step call the layer, instead of using its parameter. {INSTEAD_OF_PENALTIES} Pruning and "
         "copy.deepcopy come before fit or in configure_model, and an optimizer that needs full parameters needs "
@@ -144,11 +145,11 @@ def _explain_shards(run: Run, error: Exception, frames: list[FrameType]) -> Conf
     )
 
 
-def _explain_restored_state(run: Run, error: Exception, frames: list[FrameType]) -> CheckpointError | None:
+def _explain_restored_state(run: Run, error: Exception, modules: list[str]) -> CheckpointError | None:
     """Return a CheckpointError for an error inside torch's optimizers and schedulers whose states were restored."""
-    if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _OF_STATES):
+    if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _STATE_ERRORS):
         return None
-    in_torch = any(frame.f_globals.get("__name__", "").startswith("torch.optim") for frame in frames)
+    in_torch = any(module.startswith("torch.optim") for module in modules)
     if not in_torch or isinstance(error, torch.OutOfMemoryError):
         return None
     return CheckpointError(
@@ -167,19 +168,19 @@ def log_secondary_errors(what: str) -> Iterator[None]:
         log.warning("%s failed too, while the run was ending with an error:", what, exc_info=True)
 
 
-def exit_if_stopped(run: Run) -> None:
+def exit_if_stopped(clock: Clock, processes: SingleProcess) -> None:
     """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
-    if not will_exit(run):
+    if not will_exit(clock):
         return
-    code = exit_code(run.clock.stop_reason)
-    if code == EXIT_RETRY and run.strategy.processes.is_global_zero:
+    code = exit_code(clock.stop_reason)
+    if code == EXIT_RETRY and processes.is_global_zero:
         requeue()
-    sys.exit(restart_safe_exit_code(code, run.strategy.processes.store))
+    sys.exit(restart_safe_exit_code(code, processes.store))
 
 
-def will_exit(run: Run) -> bool:
-    """Return True if a signal or deadline has stopped the run, and it ends this process."""
-    return run.clock.shutting_down and exit_code(run.clock.stop_reason) != 0 and not in_interactive_session()
+def will_exit(clock: Clock) -> bool:
+    """Whether a signal or deadline has stopped the run, and it ends this process."""
+    return clock.shutting_down and exit_code(clock.stop_reason) != 0 and not in_interactive_session()
 
 
 def in_interactive_session() -> bool:

@@ -27,15 +27,18 @@ from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dty
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
+from trainer.guards.host_times import SAVING
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
+from trainer.metrics.phases import CHECKPOINT
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
@@ -65,7 +68,7 @@ def tensor_state(run: Run) -> dict[str, Any]:
 
 
 def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any]) -> dict[str, Any]:
-    """Return, as data, everything needed to resume a run as if it had never stopped. Collective.
+    """Return everything that a run needs to resume as if it had never stopped, as data. Collective.
 
     `KINDS` lists the type of each entry; the functions below restore the entries.
 
@@ -76,10 +79,10 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
     strategy, session = run.strategy, run.session
     run.facts.leave_out_changing(run.train_loader)
     own = {
-        # Before the first step of a resumed run those of its checkpoint still stand.
+        # Before the first step of a resumed run the checkpoint's states are still to be restored.
         "rng": run.generators.to_restore or run.generators.state(saves=True),
         "epoch_rng": run.generators.state_of_epoch(),
-        "loader": run.guards.skipping.loader_state or _state_of(run.train_loader),
+        "loader": run.guards.skipping.loader_state or _state_of(run.loaders.train),
         "metrics": metrics_state(run.metrics),
         "hook_changes": run.hook_changes.state_dict(),
         "postponed_stop": run.clock.postponed_stop,
@@ -95,10 +98,10 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "progress": run.progress.state_dict(),
         "global_micro_batch": _global_micro_batch(run),
         **({} if session.fitting_samples is None else {"fitting_samples": session.fitting_samples}),
-        "callback_metrics": dict(session.callback_metrics),
-        "measured": {name: measured._asdict() for name, measured in session.measured.items()},
+        "callback_metrics": dict(session.latest.all),
+        "measured": {name: measured._asdict() for name, measured in session.latest.measured.items()},
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
-        "followed_buffers": sorted(run.followed_buffers if run.guards.buffers is None else run.guards.buffers.names),
+        "followed_buffers": sorted(run.guards.followed_buffers),
         "callbacks": {
             key: state
             for key, c in callbacks_by_state_key(run.callbacks).items()
@@ -119,13 +122,13 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
 
 
 def _state_of(owner: Any) -> dict[str, Any]:
-    """Return the state of a part of a run; empty if there is no such part."""
+    """Return the state of a part of a run; empty if the run lacks it."""
     state: dict[str, Any] = {} if owner is None else owner.state_dict()
     return state
 
 
 def gather_states(own: dict[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
-    """Return what each process has for its part of a checkpoint. Collective."""
+    """Return the states of all processes. Collective."""
     if processes.world_size > 1:
         # Here, so that the copies of other processes are on the CPU as well as its own.
         own = map_tensors(own, torch.Tensor.cpu)
@@ -265,7 +268,7 @@ def load_training_state(
 
 
 def choose_seed(given: int | None, checkpoint: Mapping[str, Any] | None, processes: SingleProcess) -> int:
-    """Return the seed that was given, else that of the checkpoint, else a new one for all ranks. Collective."""
+    """Return the given seed, else the checkpoint's, else a new one for all ranks. Collective."""
     if given is not None:
         return given
     if checkpoint is not None:
@@ -274,33 +277,24 @@ def choose_seed(given: int | None, checkpoint: Mapping[str, Any] | None, process
     return processes.broadcast_object(int.from_bytes(os.urandom(4), "little") if last is None else last)
 
 
-def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
-    if checkpoint is not None:
-        with restoring("the weights"):
-            load_weights(run, checkpoint)
-        log.info("restored %s", run.resumed_from)
-
-
-def load_weights(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def load_weights(strategy: Strategy, checkpoint: Mapping[str, Any]) -> None:
     """Load the weights; of a checkpoint of trained weights alone, those that the module's base model lacks. Collective.
 
     Raises:
         CheckpointError: the module has another base model.
     """
-    match_buffers(run.module, checkpoint["model"])
+    match_buffers(strategy.module, checkpoint["model"])
     if "base" in checkpoint:
-        _require_base(run, checkpoint)
-    run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading and "base" not in checkpoint)
+        _require_base(strategy, checkpoint)
+    strategy.load_module_state(checkpoint["model"], strategy.module.strict_loading and "base" not in checkpoint)
 
 
-def _require_base(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def _require_base(strategy: Strategy, checkpoint: Mapping[str, Any]) -> None:
     """Check that the module has the base model of a checkpoint of trained weights alone. Collective."""
-    module, saved, name = run.module, checkpoint["base"], type(run.module).__name__
-    own = run.strategy.module_state()
+    saved, own, name = checkpoint["base"], strategy.module_state(), type(strategy.module).__name__
     names = [weight for weight in saved if weight in own]
-    check_base(saved, weight_sums(own, names, run.strategy.processes.all_gather_object), name)
-    check_names(checkpoint["model"], saved, own, module.strict_loading, name)
+    check_base(saved, weight_sums(own, names, strategy.processes.all_gather_object), name)
+    check_names(checkpoint["model"], saved, own, strategy.module.strict_loading, name)
 
 
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
@@ -375,23 +369,24 @@ def restore_scaler(scaler: Any, saved: dict[str, Any]) -> None:
 
 def _restore_values(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Restore the counters, and the logged values."""
-    run.session.callback_metrics.update(checkpoint["callback_metrics"])
+    run.session.latest.all.update(checkpoint["callback_metrics"])
     with restoring("the monitored values"):
-        run.session.measured.update({name: Measured(**one) for name, one in checkpoint["measured"].items()})
+        run.session.latest.measured.update({name: Measured(**one) for name, one in checkpoint["measured"].items()})
     for config, step in zip(run.scheduler_configs, checkpoint["scheduler_values"], strict=False):
         config.value_step = step
     run.progress.resume(checkpoint["progress"])
-    run.reload_if_due()  # after a rewind
+    run.loader_epochs.reload_if_due()  # after a rewind
     _count_in_own_batches(run, checkpoint)
     with restoring("the logged values"):
         load_metrics_state(run.metrics, _metrics_for(checkpoint, run.strategy.processes), run.strategy.device)
 
 
 def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) -> None:
-    """Restore the random numbers and the place in the data of a rank; None: there is no such rank."""
+    """Restore the random numbers and the place in the data of a rank; with None, neither."""
     stop, followed = checkpoint["postponed_stop"], checkpoint["followed_buffers"]
+    run.clock.postpone(stop)
+    run.guards.resume(followed)
     if rank is None:
-        run.resume(stop, followed)
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
@@ -403,33 +398,33 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
     check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
-    run.resume(stop, followed)
-    # Loaders that were made anew for the next epoch begin by themselves.
-    same = run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch)
-    if run.train_loader and checkpoint["loader"][rank] and same:
-        run.train_loader.load_state_dict(checkpoint["loader"][rank])
+    # Loaders that were made for a later epoch begin at their first batch.
+    same = run.loader_epochs.same_loaders(checkpoint["progress"]["epoch"])
+    assert run.loaders.train is not None
+    if checkpoint["loader"][rank] and same:
+        run.loaders.train.load_state_dict(checkpoint["loader"][rank])
 
 
 @contextmanager
 def drawing_as_before(run: Run, checkpoint: dict[str, Any] | None) -> Iterator[None]:
-    """Let the first loaders of a resumed run draw the random numbers with which they were made in the run before."""
+    """Have the first loaders of a resumed run draw the same random numbers as in the run before."""
     rank = None if checkpoint is None or run.stage != "fit" else counterpart(checkpoint, run.strategy.processes)
     if checkpoint is None or rank is None:
         yield
         return
     of_epoch, rng = checkpoint["epoch_rng"][rank], checkpoint["rng"]
-    made = run.epoch_of_loaders(run.progress.epoch) == of_epoch["epoch"]
+    made = run.loader_epochs.made_for(run.progress.epoch) == of_epoch["epoch"]
     run.generators.draw_loaders_from(of_epoch["loaders"] or None if made else rng[rank])
     yield
-    if not made:  # the run goes on with what they have left
+    if not made:  # the run continues with the states after they were made
         left = run.generators.state()
         rng[rank] = {**left, "own": {**rng[rank].get("own", {}), **left["own"]}}
 
 
 def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
-    """Return the rank whose random numbers and data this process continues; None: there were more or fewer readers.
+    """Return the rank whose random numbers and data this process continues; None: the number of readers differs.
 
-    It is this process's own rank where that was of the same reader.
+    It is this process's rank if that rank belonged to the same reader.
     """
     reporters = checkpoint["reporters"]
     if len(reporters) != processes.readers:
@@ -465,32 +460,33 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
         raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another scheduler or scaler")
 
 
-def restore_data(run: Run, checkpoint: Mapping[str, Any]) -> None:
+def restore_data(datamodule: DataModule | None, checkpoint: Mapping[str, Any]) -> None:
     """Restore the data module, before it is asked for loaders."""
-    if run.datamodule is not None and checkpoint["data"]:
+    if datamodule is not None and checkpoint["data"]:
         with restoring("the state of the data module"):
-            run.datamodule.load_state_dict(checkpoint["data"])
+            datamodule.load_state_dict(checkpoint["data"])
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Restore the callbacks; a warning names those that only the checkpoint has, and its data module."""
+    """Restore the callbacks; warn of callbacks and a data module that only the checkpoint has."""
     states, training = owners_of_states(run.callbacks, checkpoint), run.stage == "fit"
     for key, callback in states.owners.items():
         # Which checkpoints there are concerns training: an older one that is tested knows less of it.
         if key in checkpoint["callbacks"] and (training or not isinstance(callback, Checkpoint)):
             with restoring(f"the state of the callback {key}"):
                 callback.load_state_dict(checkpoint["callbacks"][key])
-    unused = [f"the callback {key}" for key in states.unused]
-    unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
     if not training or run.settings.fast_dev_run or not run.strategy.processes.is_global_zero:
         return
-    if unused or states.ambiguous:
+    unused = [*states.ambiguous, *(f"the callback {key}" for key in states.unused)]
+    if run.datamodule is None and checkpoint["data"]:
+        unused.append("the data module")
+    if unused:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have, or has several times: that state is not "
             "used, and later checkpoints lack it. To continue it, give the same callbacks, with the same arguments or "
             "each with a `state_key`, and the same data module. The checkpoints that a callback has written stay, and "
             "are not deleted.",
-            printable(", ".join([*states.ambiguous, *unused])),
+            printable(", ".join(unused)),
         )
 
 
@@ -507,19 +503,20 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     run.clock.watchdog.expect_slow_work()
     checkpoint = load_training_state(as_storage_path(path), True, strategy.shards_state, strategy.processes)
     strategy.release_gathered()
-    run.forget_values()
+    run.values.forget()
+    run.epoch.leave()
+    run.guards.gradient_norms.forget()
     loggers.teardown(run.stage)
     loggers.setup(run.stage)
     with loaded_by_hooks(checkpoint) as shown:
         run.hooks.on_load_checkpoint(shown)
-    load_weights(run, checkpoint)
-    restore_data(run, checkpoint)
+    load_weights(strategy, checkpoint)
+    restore_data(run.datamodule, checkpoint)
     restore_training(run, checkpoint)
-    if run.train_loader is not None:
-        run.train_loader.close()
+    assert run.loaders.train is not None
+    run.loaders.train.close()
     loggers.on_train_start()
-    if strategy.processes.is_global_zero:
-        log.warning("went back from step %d to step %d, to %s", before, run.progress.step, path)
+    strategy.processes.log.warning("went back from step %d to step %d, to %s", before, run.progress.step, path)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -533,12 +530,17 @@ def save_state(
 ) -> None:
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
-    with run.saving_checkpoint(), run.optimizer_averages.trained() as averages:
+    with (
+        run.clock.saving(),
+        run.phase(CHECKPOINT),
+        run.times.during(SAVING),
+        run.optimizer_averages.trained() as averages,
+    ):
         if run.stage == "fit":
-            run.flush_step()  # a resumed run does not log the step again
+            run.values.flush_step()  # a resumed run does not log the step again
         tensors = tensor_state(run)
         callbacks = {
-            key: run.logged_before.get(id(c)) or c.state_dict()
+            key: run.saves.logged_before.get(id(c)) or c.state_dict()
             for key, c in callbacks_by_state_key(run.callbacks).items()
             if not isinstance(c, Checkpoint)  # what those keep depends on what is found
         }
@@ -564,13 +566,13 @@ def save_state(
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Return what is known of a checkpoint beside its state: step, epoch, times, whether the training ends."""
+    """Return the facts for a checkpoint's manifest: step, epoch, times, whether the training ends."""
     progress = run.progress
     about: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch, "captured": time.time_ns()}
     if run.session.began is not None:
         about["began"] = run.session.began
     if run.stage == "fit":
-        about["finished"] = run.clock.is_up(progress.epoch + progress.epoch_ended)
+        about["finished"] = run.clock.is_complete(progress.epoch + progress.epoch_ended)
         reason = run.clock.stop_reason or run.clock.coordinator.wanted
         if reason is not None and not exit_code(reason):
             about["stopped"] = reason.partition(":")[0]
@@ -596,10 +598,9 @@ def _global_micro_batch(run: Run) -> int | None:
 
 
 def _count_in_own_batches(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Turn the run's counters from micro-batches of the run that wrote the checkpoint into those of this one.
+    """Turn the run's counters from micro-batches of the checkpoint's run into micro-batches of this one.
 
-    A run whose micro-batches grow while it trains begins with the same as the one before, and goes on with those of the
-    epoch in progress.
+    They are not turned if the micro-batches grow while a run trains: it began with the same ones as the run before.
     """
     progress, loader = run.progress, run.train_loader
     now, before = _global_micro_batch(run), checkpoint.get("global_micro_batch")
@@ -612,7 +613,7 @@ def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> in
     """Return the micro-batches of an epoch that are consumed, in micro-batches of `now` samples over all readers.
 
     Args:
-        batch: the number of those of `before` samples.
+        batch: the consumed micro-batches of `before` samples.
     """
     consumed = batch * before
     if loader.samples_per_epoch is not None and loader.max_length is not None and consumed >= loader.samples_per_epoch:
@@ -638,8 +639,8 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
 
 def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
-    for name in filter(checkpoint.__contains__, PER_PROCESS):
-        if len(checkpoint[name]) != size:
+    for name in PER_PROCESS:
+        if name in checkpoint and len(checkpoint[name]) != size:
             return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
     reader_of, reporters = checkpoint["reader_of"], checkpoint["reporters"]
     readers = [reader_of[rank] if rank < size else None for rank in reporters]

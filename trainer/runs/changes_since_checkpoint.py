@@ -70,7 +70,7 @@ def _facts_to_compare(run: Run, checkpoint: Mapping[str, Any]) -> Facts:
     """Return the facts of a checkpoint, without its loaders if this run's loaders were made for a later epoch."""
     of_call = facts_of_call(checkpoint["seed"], checkpoint["hyperparameters"])
     saved: Facts = {**checkpoint["facts"], **of_call, "callbacks": _facts_of_same_callbacks(run, checkpoint)}
-    if run.epoch_of_loaders(checkpoint["progress"]["epoch"]) == run.epoch_of_loaders(run.progress.epoch):
+    if run.loader_epochs.same_loaders(checkpoint["progress"]["epoch"]):
         return saved
     return {name: facts for name, facts in saved.items() if name not in OF_LOADER}
 

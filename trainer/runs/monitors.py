@@ -33,12 +33,12 @@ def refuse_misspelt_monitors(run: Run) -> None:
 
 def refuse_missing_monitors(run: Run) -> None:
     """Write a checkpoint and raise ConfigError, if names are monitored that will not be logged. Collective."""
-    if not _problems(run, (), lambda name: name not in run.session.measured):
+    if not _problems(run, (), lambda name: name not in run.session.latest.measured):
         return
-    known = run.read_metrics()
+    known = run.values.read()
 
     def missing(name: str) -> bool:
-        return name not in run.session.measured and name not in known and not run.is_to_come(name)
+        return name not in run.session.latest.measured and name not in known and not run.may_still_be_logged(name)
 
     problems = _problems(run, known, missing)
     if problems:

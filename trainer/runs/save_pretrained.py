@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.collective_check import wait_for_callers
 from trainer.module import TrainModule
 from trainer.strategy import inherits
 
@@ -55,7 +56,7 @@ class GatheringSave:
             return save()
         if run.session.stage is None and inherits(strategy, "full_parameters"):  # after a run without shards
             return save() if processes.is_global_zero else None
-        run.check_all_ranks_call(f"{type(model).__name__}.save_pretrained")
+        wait_for_callers(processes, f"{type(model).__name__}.save_pretrained")
         result = error = None
         with strategy.full_parameters(model, write=False, on_rank_zero=True):
             if processes.is_global_zero:
