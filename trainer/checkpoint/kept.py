@@ -122,14 +122,7 @@ class KeptCheckpoints:
 
     def words_of_the_former(self) -> str:
         """Return a sentence about the checkpoint before the newest write, for the message that this has failed."""
-        last = self.before.last
-        if last is None:
-            return "There is none yet."
-        try:
-            there = is_committed(self.folder / last)
-        except CheckpointError:
-            there = False
-        return f"The last checkpoint is still {last}." if there else f"The last checkpoint was {last}; it is not found."
+        return f"The last checkpoint that was written: {self.before.last or 'none'}."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the list for a checkpoint, with what could not be deleted: a resumed run tries again."""

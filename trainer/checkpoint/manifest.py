@@ -171,7 +171,7 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     info, files, version = body.get("info"), body.get("files"), body.get("version")
     algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
     is_known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
-    if not is_known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
+    if not is_known or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     entries = {}
     for name, entry in files.items():

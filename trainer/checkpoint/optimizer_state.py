@@ -56,28 +56,39 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     names = names_by_group(module, optimizer)
     state = optimizer.state_dict()
-    position_to_name = dict(enumerate(chain.from_iterable(names)))
+    name_at = dict(enumerate(chain.from_iterable(names)))
     packed = state.get("state", {})
-    own = getattr(optimizer, "state", {})
-    if taken := [key for key in own if type(key) is int and key in position_to_name]:
+    taken = getattr(optimizer, "state", {}).keys() & name_at.keys()
+    if taken:
+        position = min(taken)
         raise CheckpointError(
-            f"{type(optimizer).__name__} has the key {taken[0]} in its state, and state_dict() uses this number for"
-            f" {position_to_name[taken[0]]}, whose state would be lost. Use a text as key."
+            f"{type(optimizer).__name__} has the key {position} in its state, and state_dict() uses this number for "
+            f"{name_at[position]}, whose state would be lost. Use a text as key."
         )
     groups = zip(state.get("param_groups", optimizer.param_groups), names, strict=True)
+    states: dict[str, Any] = {}
+    common: dict[Any, Any] = {}
+    for key, value in packed.items():
+        if key in name_at:
+            states[name_at[key]] = in_full_precision(value)
+        else:
+            common[key] = value
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def by_name(key: Any) -> Any:
+        """Return the key to store in place of a parameter or its id."""
+        kind, number = ("id", key) if type(key) is int else ("parameter", id(key))
+        return (kind, name_of[number]) if number in name_of else key
+
     saved = {
         "kind": type(optimizer).__name__,
-        "state": {position_to_name[key]: in_full_precision(v) for key, v in packed.items() if key in position_to_name},
+        "state": states,
         "param_groups": [{**options_of(group), "params": group_names} for group, group_names in groups],
     }
-    name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
-    # Two dicts: a parameter has its id as its hash, and cannot be compared with a number.
-    by_parameter = {parameter: ("parameter", name) for parameter, name in name_of.items()}
-    by_id = {id(parameter): ("id", name) for parameter, name in name_of.items()}
     more = {
-        "common": {key: value for key, value in packed.items() if key not in position_to_name},
-        "extra": _with_keys(extra_of(state), lambda key: (by_id if type(key) is int else by_parameter).get(key, key)),
-        "parts": _parts(optimizer, packed, {name: position for position, name in position_to_name.items()}, name_of),
+        "common": common,
+        "extra": _with_keys(extra_of(state), by_name),
+        "parts": _parts(optimizer, packed, {name: position for position, name in name_at.items()}, name_of),
     }
     return {**saved, **{key: value for key, value in more.items() if value}}
 
@@ -106,22 +117,25 @@ def refuse_own_tensors(optimizer: Optimizer, state: Mapping[str, Any], where: st
 
 
 def _parts(
-    optimizer: Optimizer, packed: Mapping[Any, Any], position_of: Mapping[str, int], name_of: Mapping[Any, str]
+    optimizer: Optimizer, packed: Mapping[Any, Any], position_of: Mapping[str, int], name_of: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return what the optimizers inside this one, and it itself, have and the states of its `state_dict` lack."""
     parts: dict[str, Any] = {}
+    own_groups = {*map(id, optimizer.param_groups)}
     for path, part in optimizers_inside(optimizer).items():
         found: dict[str, Any] = {"state": {}, "common": {}, "param_groups": []}
         for key, value in getattr(part, "state", {}).items():
             if not isinstance(key, torch.Tensor):
                 if packed.get(key) is not value:
                     found["common"][key] = value
-            elif value != {} and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
-                if key not in name_of:
-                    raise CheckpointError(_not_in(part, key, "the module"))
-                found["state"][name_of[key]] = in_full_precision(value)
-        shared = {id(group) for group in (optimizer if path else part).param_groups}
-        if any(id(group) not in shared for group in part.param_groups):
+                continue
+            name = name_of.get(id(key), "")
+            if value == {} or _is_within(value, packed.get(position_of.get(name))):
+                continue
+            if not name:
+                raise CheckpointError(_not_in(part, key, "the module"))
+            found["state"][name] = in_full_precision(value)
+        if not own_groups.issuperset(map(id, part.param_groups)):
             found["param_groups"] = [options_of(group) for group in part.param_groups]
         if any(found.values()):
             parts[path] = {key: value for key, value in found.items() if value}
@@ -210,16 +224,12 @@ def state_by_position(
     """
     groups = matching_groups(module, optimizer, state)
     parameters = dict(module.named_parameters())
-
     order = [name for group in groups for name in group["params"]]
-    position = {name: i for i, name in enumerate(order)}
+    position = {name: number for number, name in enumerate(order)}
     if unknown := state["state"].keys() - position.keys():
-        raise CheckpointError(
-            f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} has not"
-        )
+        raise CheckpointError(f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} lacks")
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
-
     given = {
         "state": {
             **{position[name]: _fitted(take, parameters[name], values) for name, values in state["state"].items()},
@@ -234,7 +244,7 @@ def state_by_position(
         parts[path] = {**part, "state": {like: _fitted(take, like, values) for like, values in states.items()}}
     return {
         **{key: value for key, value in given.items() if key in current or key not in ("state", "param_groups")},
-        "dtypes": {position[name]: state["dtypes"][name] for name in order if name in state.get("dtypes", ())},
+        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items()},
         "parts": parts,
     }
 
@@ -320,10 +330,11 @@ def _take_unrounded(
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
     saved = state.get("state", {})
     for position, parameter in enumerate(parameters):
-        before, dtype = loaded.get(position), state["dtypes"].get(position)
-        for part in parts if before is not None and position in saved else ():
-            if vars(part).get("state", {}).get(parameter) is before:
-                part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
+        if position in saved and position in loaded:
+            before, dtype = loaded[position], state["dtypes"].get(position)
+            for part in parts:
+                if vars(part).get("state", {}).get(parameter) is before:
+                    part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
 
 
 def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
@@ -331,12 +342,11 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
 
     Torch has made new ones, and nested optimizers share them.
     """
-    now = [*optimizer.param_groups]
-    for old, new in zip(groups, now, strict=False):
+    for old, new in zip(groups, [*optimizer.param_groups], strict=True):
         options = {**new, **{option: value for option, value in old.items() if is_generator(value)}}
         old.clear()
         old.update(options)
-    kept[:] = [*groups[: len(now)], *now[len(groups) :]]
+    kept[:] = groups
     optimizer.param_groups = kept
 
 
@@ -452,9 +462,10 @@ def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
 def _shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """Yield the name of the parameter, the key and the shape of each tensor in the states of parameters."""
     for name, values in states.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, (torch.Tensor, StoredTensor)):
-                yield name, key, tuple(value.shape)
+        if isinstance(values, dict):
+            for key, value in values.items():
+                if isinstance(value, (torch.Tensor, StoredTensor)):
+                    yield name, key, tuple(value.shape)
 
 
 def matching_groups(
@@ -477,11 +488,10 @@ def matching_groups(
     names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
-        ours, theirs = {*chain.from_iterable(names)}, {*chain.from_iterable(saved)}
-        difference = sorted(ours ^ theirs)[:3] or "the grouping"
+        different = {*chain.from_iterable(names)} ^ {*chain.from_iterable(saved)}
         raise CheckpointError(
-            f"the parameters of {kind} differ from the checkpoint's: {difference}. To train others from these "
-            "weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
+            f"the parameters of {kind} or their groups differ from the checkpoint's: {sorted(different)[:3]}. To train "
+            "others from these weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):

@@ -94,15 +94,14 @@ def template_problems(template: str | None) -> list[str]:
     fields = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
     try:
         name = format_name(template, fields, with_names=True)
-    except (ValueError, OverflowError, MemoryError) as error:
-        return [f"filename={template!r} cannot be filled in ({error}). Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
-    size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME or not name.isprintable() or not _NAME.fullmatch(name):
-        return [
-            f"filename={template[:40]!r}: give a name of at most {_MAX_NAME} bytes, which does not begin with '.' and "
-            "has no control characters or single braces."
-        ]
-    return []
+    except (ValueError, OverflowError, MemoryError):
+        name = ""
+    if len(name.encode("utf-8", "replace")) <= _MAX_NAME and name.isprintable() and _NAME.fullmatch(name):
+        return []
+    return [
+        f"filename={template[:40]!r}: give a name such as '{{epoch}}-{{val_loss:.2f}}', of at most {_MAX_NAME} bytes, "
+        "that does not begin with '.' and has no control characters, single braces or unknown formats."
+    ]
 
 
 _NAME = re.compile(r"(?!\s*$)[^.{}][^{}]*")

@@ -129,8 +129,6 @@ def _read_header(
     reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
 ) -> tuple[list[str], int]:
     """Return the names in the order of their bytes, and the offset of the first tensor."""
-    if size < 8:
-        raise _error(where, "it is too short for a safetensors file")
     length = int.from_bytes(reader.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         raise _error(where, f"it is not a safetensors file (a header of {length} bytes)")

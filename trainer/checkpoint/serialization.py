@@ -215,18 +215,18 @@ class _Serializer:
             name = self._new_name()
             self.tensors[name] = tensor
             self._name_of[memory] = name
-        return {"$tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        return {"$tensor": name, "dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
 
     def _shard(self, shard: Shard) -> Any:
         problem = _tensor_problem(shard.local)
-        if not self._allow_tensors or problem:
-            return self._refuse(problem or "part of a tensor, which cannot be here")
+        if problem:
+            return self._refuse(problem)
         name = self._name_of.get(id(shard))
         if name is None:
             name = self._name_of[id(shard)] = self._new_name()
             self.shards[name], self.parts[name] = shard, []
-        dtype = str(shard.local.dtype).removeprefix("torch.")
-        return {"$tensor": name, "dtype": dtype, "shape": list(shard.shape), "parts": self.parts[name]}
+        dtype, shape = _dtype_name(shard.local), list(shard.shape)
+        return {"$tensor": name, "dtype": dtype, "shape": shape, "parts": self.parts[name]}
 
     def _new_name(self) -> str:
         path = self._path or [self._where]
@@ -259,14 +259,17 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _tensor_problem(tensor: torch.Tensor) -> str | None:
-    kind = _name(type(tensor))
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"{kind}; store a plain tensor (of a DTensor: value.full_tensor())"
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
-        return f"{kind} that is sparse, nested or on the meta device; store a dense one that has values"
-    if tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-        return f"{kind} of {tensor.dtype}; convert it to another dtype"
-    return None
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_meta)
+    if is_plain and tensor.layout == torch.strided and _dtype_name(tensor) in DTYPES:
+        return None
+    return (
+        f"{_name(type(tensor))} of {tensor.dtype}; store a plain and dense tensor that has values (of a DTensor: "
+        "value.full_tensor())"
+    )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _odd_float(value: float) -> str:

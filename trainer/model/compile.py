@@ -77,14 +77,14 @@ def compile_problems(setting: Any) -> list[str]:
     """Return torch's objection to the setting, in a list; nothing is compiled."""
     if setting is None or isinstance(setting, bool):
         return []
-    advice = "give True, 'blocks', a mode, or a dict of torch.compile's arguments and 'blocks'."
-    if not isinstance(setting, (str, Mapping)):
-        return [f"compile={setting!r}: {advice}"]
     try:
         with warnings.catch_warnings(action="ignore"):  # of what inductor imports
             torch.compile(_nothing, **_parse(setting).options)
     except (TypeError, RuntimeError) as error:
-        return [f"compile={shown(setting)}: {shortened(str(error), 300)}: {advice}"]
+        return [
+            f"compile={shown(setting)}: {shortened(str(error), 300)}: give True, 'blocks', a mode, or a dict of "
+            "torch.compile's arguments and 'blocks'."
+        ]
     return []
 
 

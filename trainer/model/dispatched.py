@@ -20,7 +20,7 @@ def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: bool, converts: bool) -> None:
+def refuse_dispatched(module: nn.Module, training: bool, shards: bool, converts: bool) -> None:
     """Raise ConfigError for a dispatched model in a run that cannot have one.
 
     Args:
@@ -28,21 +28,13 @@ def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: 
         converts: the precision converts weights.
     """
     models = dispatched_models(module)
-    if not models:
-        return
-    name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
-    what = f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload)"
-    if training:
+    if models and (training or shards or converts):
+        name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
         raise ConfigError(
-            f"{what}. It can predict, validate and test, but not train: its parameters hold no values. To train what "
-            "does not fit on a device, build the model without device_map, under strategy 'fsdp' or "
-            "'deepspeed_stage_3' (init_device='mixed' or 'meta', and fit(weights=...))."
-        )
-    if shards or converts:
-        raise ConfigError(
-            f"{what}: a forward brings its weights to the devices that need them, but strategy {strategy!r} would "
-            "shard, or the precision convert them. Use strategy='single_device' with devices=1 and precision='32-true' "
-            "and give the dtype to the loading: load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)."
+            f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload), and its parameters hold no "
+            "values: it can validate, test and predict, with strategy='single_device', devices=1 and "
+            "precision='32-true' (the dtype is given to the loading). To train it, build it without device_map under "
+            "strategy 'fsdp' or 'deepspeed_stage_3', with init_device='mixed' or 'meta' and fit(weights=...)."
         )
 
 

@@ -112,13 +112,14 @@ def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) 
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
     everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
     names = sorted(set().union(*everyone.all_gather_object(sorted(without))))
-    if names and init_device == "meta":
-        raise ConfigError(
-            f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
-            "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
-        )
-    if names:
+    if not names:
+        return
+    if init_device != "meta":
         raise ConfigError(_without_values(module, names))
+    raise ConfigError(
+        f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
+        "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
+    )
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -63,7 +63,9 @@ class OptionalMethods:
     def overrides(self, name: str) -> bool:
         """Return True if the subclass (or this object) defines the method `name`, and not as None."""
         mine = vars(self).get(name, getattr(type(self), name, None))
-        return getattr(mine, "func", mine) not in (None, getattr(self._base, name, None))  # see __setattr__
+        if isinstance(mine, partial):  # the default, if __setattr__ has put it there
+            mine = mine.func
+        return mine is not None and mine is not getattr(self._base, name, None)
 
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""

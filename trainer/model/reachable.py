@@ -41,8 +41,7 @@ _LARGEST_COPY = 100_000
 
 def tensors_in(nested: Any) -> list[torch.Tensor]:
     """Return the tensors in any nesting of dicts, lists, tuples and the like."""
-    leaves, _ = torch.utils._pytree.tree_flatten(nested)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
@@ -99,7 +98,8 @@ def is_users(one: Any) -> bool:
 def keep_attributes_of(one: Any, other: Any) -> None:
     """Give a copy of a container the attributes that copying lost: of a subclass, or set again by an `__init__`."""
     if isinstance(one, (list, deque, dict)):
-        getattr(other, "__dict__", {}).update(getattr(one, "__dict__", {}))
+        if hasattr(one, "__dict__"):  # an object of a subclass
+            vars(other).update(vars(one))
         return
     for name, value in attributes(one).items():
         if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
@@ -236,18 +236,14 @@ def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str,
     """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
     for path, child in block.named_modules():
         place = f"{name}.{path}".strip(".")
-        for attribute, value in _written_by(child):
-            yield f"{place}.{attribute}" if attribute else f"what a hook of {place} writes to", value
-    leaves, _ = torch.utils._pytree.tree_flatten(inputs)
-    for leaf in leaves:
+        for attribute, value in [*vars(child).items()]:
+            if attribute not in OF_TORCH and type(value) not in _OPAQUE:
+                yield f"{place}.{attribute}", value
+        for hook in [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]:
+            yield f"what a hook of {place} writes to", hook
+    for leaf in torch.utils._pytree.tree_leaves(inputs):
         if not isinstance(leaf, torch.Tensor):
             yield f"what is in a {type(leaf).__name__} among the arguments", leaf
-
-
-def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
-    """Return what a part of a block may write to: its attributes by name, and its hooks."""
-    own = [(name, value) for name, value in vars(child).items() if name not in OF_TORCH and type(value) not in _OPAQUE]
-    return own + [("", hook) for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
 
 
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -311,13 +307,15 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
 
     `of_class`: also the attributes of the user's classes of an object.
     """
-    container: Any = next(filter(partial(isinstance, value), CONTAINERS), None)
-    if container is not None:
+    if isinstance(value, CONTAINERS):
         # By its own methods: a subclass may do anything in them.
-        several = container.__len__(value) <= _LARGEST
-        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+        kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
+        if kind.__len__(value) > _LARGEST:
+            return {}
+        if kind is not dict:
+            return dict(enumerate(kind.__iter__(value)))
         # A key may be anything: an optimizer's are parameters.
-        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
+        return {key if type(key) is str else n: one for n, (key, one) in enumerate(dict.items(value))}
     if isinstance(value, CellType):
         return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
@@ -331,9 +329,10 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
     if isinstance(value, WRAPPERS):
         return dict(enumerate(functions_of(value)))
     found = attributes(value)
-    for kind in type(value).__mro__ if of_class else ():
-        if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
-            found = {**vars(kind), **found}
+    if of_class:
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
+                found = {**vars(kind), **found}
     return found
 
 
