@@ -70,12 +70,19 @@ def weight_sums(
         rounded: round the weights to bfloat16 before, as frozen ones are under DeepSpeed. False: sums that show any
             change within a run.
     """
-    shards = [name for name in names if isinstance(state[name], Shard)]
-    parts = {name: _sum(value.local, rounded) if (value := state[name]).extent.numel else 0 for name in shards}
-    everywhere = gather(parts) if shards else []
-    full = {name: _sum(state[name], rounded) for name in names if name not in parts}
-    # Within 53 bits, as a sum is stored.
-    return {name: full.get(name, sum(part[name] for part in everywhere if name in part)) % 2**53 for name in names}
+    parts: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for name in names:
+        value = state[name]
+        if isinstance(value, Shard):
+            totals[name] = 0
+            parts[name] = _sum(value.local, rounded) if value.extent.numel else 0  # of a copy another process's counts
+        else:
+            totals[name] = _sum(value, rounded)
+    for of_rank in gather(parts) if parts else []:
+        for name, part in of_rank.items():
+            totals[name] += part
+    return {name: total % 2**53 for name, total in totals.items()}  # 53 bits, as a sum is stored
 
 
 def _sum(value: torch.Tensor, rounded: bool) -> int:

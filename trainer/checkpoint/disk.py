@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError, ConfigError
@@ -204,6 +204,18 @@ def without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+def write_chunks(file: Any, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write chunks to an open file, hashing them; return their size and checksum."""
+    digest = new_digest()
+    size = 0
+    for chunk in chunks:
+        file.write(chunk)
+        digest.update(chunk)
+        size += len(chunk)
+        fault_point("in_file")
+    return FileEntry(size, digest.hexdigest())
+
+
 class LocalStorage:
     """Checkpoints in directories of a file system; see `Storage` for the contract."""
 
@@ -224,18 +236,12 @@ class LocalStorage:
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
         """Write and hash a new file, and flush its contents to the disk, but not yet its name."""
-        digest = new_digest()
-        size = 0
         with open(path, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-                fault_point("in_file")
+            entry = write_chunks(file, chunks)
             file.flush()
             flush_file(file.fileno(), path.parent)
         fault_point("after_file")
-        return FileEntry(size, digest.hexdigest())
+        return entry
 
     def replace_file(self, path: Path, contents: bytes) -> None:
         with atomic_file(path) as temporary:

@@ -16,10 +16,18 @@ from torch import nn
 from trainer.checkpoint.deserialization import from_json
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
-from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
+from trainer.checkpoint.safetensors_io import DTYPES, read_header, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
 from trainer.checkpoint.schema import Integer, require, wrong
-from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, real_path, storage_of
+from trainer.checkpoint.storage import (
+    HashedReader,
+    StoragePath,
+    as_storage_path,
+    read_small_file,
+    reading,
+    real_path,
+    storage_of,
+)
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.model.adapters import options_made_of_weights, without_adapters
 
@@ -79,15 +87,10 @@ def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
     file_path = real_path(path)  # the cache of the Hugging Face hub has links to the files of a revision
     with reading(path), storage_of(path).open_file(file_path) as (file, size):
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, MAX_HEADER):
-            raise CheckpointError(f"{path} is not a safetensors file, or is damaged")
-        header = from_json(file.read(length), f"the header of {path}")
-    require(header, dict, f"the header of {path}")
-    header.pop("__metadata__", None)
+        header, first = read_header(HashedReader(file, None, str(path)), size, str(path))
     if problem := wrong(header, {str: _ENTRY}, "its header"):
         raise CheckpointError(f"{path} is damaged, or has tensors that cannot be read: {problem}")
-    return [(name, _tensor(file_path, 8 + length, size, name, entry)) for name, entry in header.items()]
+    return [(name, _tensor(file_path, first, size, name, entry)) for name, entry in header.items()]
 
 
 def _tensor(path: StoragePath, first: int, size: int, name: str, entry: dict[str, Any]) -> FileTensor:

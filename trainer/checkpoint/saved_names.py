@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from trainer.checkpoint.format import FileTensor
+from trainer.model.blocks import outermost
 
 
 def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
@@ -48,14 +49,9 @@ def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]
 def outermost_models(module: nn.Module) -> dict[str, Any]:
     """Return the Hugging Face models in a module that are in no other one, by the prefixes of their names."""
     transformers = sys.modules.get("transformers")
-    found: dict[str, Any] = {}
     if transformers is None:
-        return found
-    for name, child in module.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(child, transformers.PreTrainedModel) and not any(prefix.startswith(one) for one in found):
-            found[prefix] = child
-    return found
+        return {}
+    return outermost(module, lambda child: isinstance(child, transformers.PreTrainedModel))
 
 
 def _changes(model: Any) -> list[Any]:

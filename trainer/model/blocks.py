@@ -64,6 +64,16 @@ def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dic
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
 
 
+def outermost(module: nn.Module, fits: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """Return the outermost modules in `module`, which may be one, that fit, by the prefix of their tensors' names."""
+    found: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if fits(child) and not prefix.startswith(tuple(found)):
+            found[prefix] = child
+    return found
+
+
 def main_stack(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the blocks of the one list that has several of them; all blocks if there is no such list, or several."""
     lists: dict[str, dict[str, nn.Module]] = {}

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
+from trainer.model.blocks import outermost
 
 
 def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost submodules with accelerate's hooks, which bring weights to the layers, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = f"{name}.".startswith(tuple(f"{outer}." for outer in found)) or "" in found
-        if "_hf_hook" in vars(child) and not inside:
-            found[name] = child
-    return found
+    """Return the outermost modules with accelerate's hooks, which bring weights to the layers; see `outermost`."""
+    return outermost(module, lambda child: "_hf_hook" in vars(child))
 
 
 def refuse_dispatched(module: nn.Module, training: bool, shards: bool, converts: bool) -> None:
@@ -29,7 +25,7 @@ def refuse_dispatched(module: nn.Module, training: bool, shards: bool, converts:
     """
     models = dispatched_models(module)
     if models and (training or shards or converts):
-        name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
+        name = f"{type(module).__name__}.{next(iter(models))}".rstrip(".")
         raise ConfigError(
             f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload), and its parameters hold no "
             "values: it can validate, test and predict, with strategy='single_device', devices=1 and "

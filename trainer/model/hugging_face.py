@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from trainer.model.blocks import outermost
+
 
 def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by the prefix of its weights' names, the config of each Hugging Face model in a module, as JSON data.
@@ -19,18 +21,10 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     PEFT has changed has other weights than its class, and is left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    outer: list[str] = []
-    for name, model in module.named_modules():
-        prefix = f"{name}." if name else ""
-        is_model = hasattr(type(model), "save_pretrained") and hasattr(
-            getattr(model, "config", None), "get_text_config"
-        )
-        if not (is_model or hasattr(model, "peft_config")) or prefix.startswith(tuple(outer)):
-            continue
-        outer.append(prefix)
+    for prefix, model in outermost(module, _is_model).items():
         if hasattr(model, "peft_config"):
             continue
-        config: Any = model.config
+        config = model.config
         generation = getattr(model, "generation_config", None)
         found[prefix] = {
             "config": {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]},
@@ -38,6 +32,13 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
             "tied": bool(getattr(config.get_text_config(), "tie_word_embeddings", True)),
         }
     return found
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether this is a model of Hugging Face, or one that PEFT has changed."""
+    config = getattr(module, "config", None)
+    is_hugging_face = hasattr(type(module), "save_pretrained") and hasattr(config, "get_text_config")
+    return is_hugging_face or hasattr(module, "peft_config")
 
 
 _PROCESSORS = {"PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"}
