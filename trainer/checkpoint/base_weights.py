@@ -49,13 +49,8 @@ class FrozenWeights:
 
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the names in the state_dict of the parameters that do not train, without buffers, which may change."""
-    frozen = [
-        f"{prefix}.{key}".removeprefix(".")
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-        if not parameter.requires_grad
-    ]
-    found = {*frozen}
+    parameters = module.named_parameters(remove_duplicate=False)
+    found = {name for name, parameter in parameters if not parameter.requires_grad}
     return [name for name in state if name in found or name.rpartition(".")[0] in found]  # a part of a quantized one
 
 

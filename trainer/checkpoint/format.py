@@ -202,9 +202,6 @@ class FileTensor(StoredTensor):
         self.dtype = dtype
         self._parts = parts
 
-    def __repr__(self) -> str:
-        return f"FileTensor({self.name!r}, shape={self.shape}, dtype={self.dtype})"
-
     @classmethod
     def joined(cls, name: str, shape: tuple[int, ...], pieces: Sequence[FileTensor]) -> FileTensor:
         """Return a tensor of this shape that joins complete tensors, one after the other."""

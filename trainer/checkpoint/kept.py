@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from trainer.checkpoint.async_writer import BackgroundWriter, being_written
@@ -245,7 +244,14 @@ class KeptCheckpoints:
         # Earlier checkpoints may have what this one had to leave out.
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None
-        commit = partial(self._commit, name, last, self.best, moves_best, obsolete, group.rank == 0, time.monotonic())
+        best, begun = self.best, time.monotonic()
+
+        def commit() -> None:
+            self.write_seconds = time.monotonic() - begun
+            if group.rank == 0:
+                self._set_pointers(name, last, best, moves_best)
+                self._delete(obsolete, name)
+
         if self.writer is None:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             commit()
@@ -254,19 +260,7 @@ class KeptCheckpoints:
         thread_group = group_of_thread(f"writing/{path}/{self._writes}", self._sent)
         self.writer.start(path, state, info, commit, group, thread_group, overwrite)
 
-    def _commit(
-        self,
-        name: str,
-        last: str | None,
-        best: str | None,
-        moves_best: bool,
-        obsolete: list[str],
-        is_first: bool,
-        begun: float,
-    ) -> None:
-        self.write_seconds = time.monotonic() - begun
-        if not is_first:
-            return
+    def _set_pointers(self, name: str, last: str | None, best: str | None, moves_best: bool) -> None:
         directory = CheckpointDirectory(self.folder)
         try:
             if last is not None:
@@ -275,12 +269,15 @@ class KeptCheckpoints:
                 directory.set_pointer("best", best)
         except (WriteError, ReadError) as error:
             raise WriteError(f"{self.folder / name} was written, and {reason(error)}. 'last' finds it.") from error
+
+    def _delete(self, obsolete: list[str], newest: str) -> None:
+        """Delete checkpoints, also those whose deletion failed before; keep the names that still have to be deleted."""
         before, self._undeleted = self._undeleted, []
         for old in dict.fromkeys([*before, *obsolete]):
             try:
                 # Another callback may have taken the name of a checkpoint that is gone.
-                if old != name and self._own_info(self.folder / old) is not None:
-                    directory.remove(old)
+                if old != newest and self._own_info(self.folder / old) is not None:
+                    CheckpointDirectory(self.folder).remove(old)
             except CheckpointError as error:
                 self._undeleted.append(old)
                 if old not in before:

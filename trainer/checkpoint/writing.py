@@ -105,12 +105,12 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
     """Return the first error of all processes; of values that cannot be stored, one error that names all."""
     refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
     everywhere = process_group.all_gather_object((None if refused else problem, refused))
-    first: CheckpointError | None = None
     every: Refused = []
     for error, names in everywhere:
-        first = first or error
+        if error is not None:
+            return error
         every += names
-    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
+    return unstorable([*dict.fromkeys(every)]) if every else None
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:

@@ -84,28 +84,19 @@ def initial_values(
     built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
     shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
 
-    return _values(built, units, shapes, absent, loaded, device)
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in list(built):
+            yield name, _from_rank_0(built.pop(name), device)
+        for prefix, unit in units.items():
+            later = {name for name in shapes[prefix] if prefix + name in loaded}
+            made = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
+            for name in list(made):
+                value = made.pop(name)
+                if prefix + name in absent:
+                    absent.remove(prefix + name)
+                    yield prefix + name, _from_rank_0(value, device)
 
-
-def _values(
-    built: Tensors,
-    units: dict[str, nn.Module],
-    shapes: dict[str, Tensors],
-    absent: set[str],
-    loaded: Collection[str],
-    device: torch.device | str,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield rank 0's values of what was built, and of the `absent` tensors, which units initialize there."""
-    for name in list(built):
-        yield name, _from_rank_0(built.pop(name), device)
-    for prefix, unit in units.items():
-        later = {name for name in shapes[prefix] if prefix + name in loaded}
-        made = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
-        for name in list(made):
-            value = made.pop(name)
-            if prefix + name in absent:
-                absent.remove(prefix + name)
-                yield prefix + name, _from_rank_0(value, device)
+    return values()
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
