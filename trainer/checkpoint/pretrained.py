@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -245,10 +246,7 @@ def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
         return False
     if stored.is_floating_point or stored.is_complex:
         return stored.itemsize > 1
-    if torch.bool in (stored, own):
-        return stored == torch.bool
-    narrow, wide = torch.iinfo(stored), torch.iinfo(own)
-    return wide.min <= narrow.min and narrow.max <= wide.max
+    return np.can_cast(str(stored).removeprefix("torch."), str(own).removeprefix("torch."))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -29,20 +29,21 @@ def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]
     unknown = [name for name in weights if name not in own and f"{prefix}{name}" not in own]
     found = {name: value for name, value in weights.items() if name not in unknown}
     changes = _changes(model) if unknown else []
-    joined: dict[str, dict[str, list[str]]] = {}
-    operations: dict[str, Any] = {}
+    joined: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name in unknown:
         renamed, change, pattern = _renamed(name, changes)
         if change is None:
             found[renamed] = weights[name]
         else:
-            joined.setdefault(renamed, {}).setdefault(pattern, []).append(name)
-            operations[renamed] = change
-    for renamed, sources in joined.items():
-        change = operations[renamed]
+            _, sources = joined.setdefault(renamed, (change, {}))
+            sources.setdefault(pattern, []).append(name)
+    for renamed, (change, sources) in joined.items():
         several = [sorted(sources.get(pattern, ()), key=_numbers) for pattern in change.source_patterns]
         one = _joined(renamed, change, [[weights[name] for name in names] for names in several])
-        found |= {name: weights[name] for names in several for name in names} if one is None else {renamed: one}
+        if one is not None:
+            found[renamed] = one
+        else:
+            found |= {name: weights[name] for name in chain.from_iterable(several)}
     return found
 
 

@@ -129,7 +129,7 @@ class _Serializer:
             if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
                 self._own_names.add(key)
         self._own_names.discard("__metadata__")
-        self._reserved = {*self._own_names, "__metadata__"}
+        self._taken = {*self._own_names, "__metadata__"}
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -234,9 +234,10 @@ class _Serializer:
         if path == [name] and name in self._own_names:
             return name
         candidate, number = name, 1
-        while candidate in self.tensors or candidate in self.shards or candidate in self._reserved:
+        while candidate in self._taken:
             number += 1
             candidate = f"{name}#{number}"
+        self._taken.add(candidate)
         return candidate
 
     def _report(self, kind: str) -> None:

@@ -48,8 +48,8 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     if isinstance(policy, (str, type)):
         policy = [policy]
     if isinstance(policy, Collection):
-        return _by_class(module, policy)
-    if isinstance(policy, int):
+        found = _by_class(module, policy)
+    elif isinstance(policy, int):
         found = dict(_large(module, policy))
     else:
         found = {name: child for name, child in _submodules(module) if policy(name, child)}
@@ -163,13 +163,13 @@ def _large(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -
 
 
 def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.Module]:
-    children = list(_submodules(module))
-    unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
-    if unmatched or not kinds:
-        names = [kind.__name__ if isinstance(kind, type) else kind for kind in unmatched]
+    found = {name: child for name, child in _submodules(module) if any(_is_a(child, kind) for kind in kinds)}
+    unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for child in found.values())]
+    if unmatched:
+        names = [getattr(kind, "__name__", kind) for kind in unmatched]
         known = _list_classes(module)
         raise ConfigError(f"no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
-    return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
+    return found
 
 
 def _is_a(module: nn.Module, kind: str | type) -> bool:
@@ -263,9 +263,10 @@ def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
     is_list = isinstance(parent, LISTS)
     if plain and not is_list:
         return []
-    minimum = 2 if is_list else 3
-    if isinstance(parent, nn.ModuleList) and not plain:
-        minimum = 1
+    if plain or isinstance(parent, nn.Sequential):
+        minimum = 2
+    else:
+        minimum = 1 if is_list else 3
     by_kind: dict[type, list[nn.Module]] = {}
     for child in parent.children():
         if has_forward(child) and _size(child) and _is_composite(child) != plain:

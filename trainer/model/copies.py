@@ -26,8 +26,11 @@ def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
     Args:
         memo: of `copy.deepcopy`. Parameters that stand for themselves there are left unchanged.
     """
-    parameters = [*value.parameters()] if isinstance(value, nn.Module) else []
-    parts: list[Any] = [*value.modules(), *parameters] if isinstance(value, nn.Module) else [value]
+    parts: list[Any] = [value]
+    parameters: list[nn.Parameter] = []
+    if isinstance(value, nn.Module):
+        parameters = [*value.parameters()]
+        parts = [*value.modules(), *parameters]
     hooks = {one: (_hooks(one._backward_hooks), _hooks(one._post_accumulate_grad_hooks)) for one in parameters}
     inside = [*(vars(one) if hasattr(one, "__dict__") else one for one in parts), *hooks.values()]
     cells = _copy_functions(inside, memo)

@@ -92,7 +92,7 @@ def is_users(one: Any) -> bool:
     kind = type(one)
     if isinstance(one, (*_OPAQUE, torch.Tensor, nn.Module, FunctionType, MethodType, partial)):
         return False
-    return kind.__module__.partition(".")[0] not in ("trainer", "torch", "transformers", "builtins", "collections")
+    return _package(kind) not in ("trainer", "torch", "transformers", "builtins", "collections")
 
 
 def keep_attributes_of(one: Any, other: Any) -> None:
@@ -255,13 +255,13 @@ def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in used_globals(function).items():
             if isinstance(value, (list, deque, set, dict)) or is_generator(value):
                 yield f"{name} at the level of {function.__module__}", value
-            elif isinstance(value, FunctionType) and value not in known and _is_of_package(value, function):
+            elif isinstance(value, FunctionType) and value not in known and _package(value) == _package(function):
                 known.add(value)
                 functions.append(value)
 
 
-def _is_of_package(one: FunctionType, other: FunctionType) -> bool:
-    return one.__module__.partition(".")[0] == other.__module__.partition(".")[0]
+def _package(one: type | FunctionType) -> str:
+    return one.__module__.partition(".")[0]
 
 
 def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
@@ -284,7 +284,7 @@ def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
 
 def _is_users_class(kind: type) -> bool:
     """Whether a class does not belong to this package or to a library of modules."""
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+    return _package(kind) not in _LIBRARIES
 
 
 def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -331,7 +331,7 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
     found = attributes(value)
     if of_class:
         for kind in type(value).__mro__:
-            if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
+            if _package(kind) not in _WITHOUT_STATE:
                 found = {**vars(kind), **found}
     return found
 
@@ -366,7 +366,7 @@ def walk(
         is_holder, is_wanted = isinstance(value, _LOOKED_INTO), isinstance(value, kinds)
         if is_wanted:
             found.append((way, value))
-        if levels and (is_holder or not (is_wanted or kind.__module__.partition(".")[0] in libraries)):
+        if levels and (is_holder or not (is_wanted or _package(kind) in libraries)):
             seen[id(value)] = inside = named_inside(value, of_class=True)
             for name, one in reversed(inside.items()):
                 waiting.append((one, f"{way}.{name}", levels - 1))
