@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.shards import Shard
-from trainer.model.gradients import takes_gradient
 
 _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that torch can sum on every device; others, such as float8, are converted first."""
@@ -39,7 +38,7 @@ def floating_tensors(
             continue
         elif numbers and isinstance(value, float):
             value = torch.tensor(value, dtype=torch.float64)
-        if takes_gradient(value) and not value.is_meta:
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not value.is_meta:
             yield name, value.detach()
 
 

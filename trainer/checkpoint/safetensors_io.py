@@ -97,8 +97,8 @@ def read_tensors(
     Raises:
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
-    names, _ = _read_names(reader, size, expected, where)
-    for name in names:
+    header, first = read_header(reader, size, where)
+    for name in _checked_order(header, size - first, expected, where):
         yield name, _read_tensor(reader, expected[name], where)
 
 
@@ -108,9 +108,9 @@ def find_tensors(reader: HashedReader, size: int, expected: Mapping[str, TensorI
     Raises:
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
-    names, position = _read_names(reader, size, expected, where)
+    header, position = read_header(reader, size, where)
     positions = {}
-    for name in names:
+    for name in _checked_order(header, size - position, expected, where):
         positions[name] = position
         position += expected[name].bytes
     return positions
@@ -130,14 +130,6 @@ def read_header(reader: HashedReader, size: int, where: str) -> tuple[dict[str, 
         raise CheckpointError(f"{where} is damaged, or is not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
     return header, 8 + length
-
-
-def _read_names(
-    reader: HashedReader, size: int, expected: Mapping[str, TensorInfo], where: str
-) -> tuple[list[str], int]:
-    """Return the names in the order of their bytes, and the offset of the first tensor."""
-    header, first = read_header(reader, size, where)
-    return _checked_order(header, size - first, expected, where), first
 
 
 def _checked_order(header: dict[str, Any], size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:

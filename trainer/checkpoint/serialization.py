@@ -35,6 +35,7 @@ log = logging.getLogger("trainer")
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that can be stored, by their name in the JSON."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALLOWED = (
     "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
@@ -215,7 +216,7 @@ class _Serializer:
             name = self._new_name()
             self.tensors[name] = tensor
             self._name_of[memory] = name
-        return {"$tensor": name, "dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
+        return {"$tensor": name, "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
 
     def _shard(self, shard: Shard) -> Any:
         problem = _tensor_problem(shard.local)
@@ -225,7 +226,7 @@ class _Serializer:
         if name is None:
             name = self._name_of[id(shard)] = self._new_name()
             self.shards[name], self.parts[name] = shard, []
-        dtype, shape = _dtype_name(shard.local), list(shard.shape)
+        dtype, shape = _NAMES[shard.local.dtype], list(shard.shape)
         return {"$tensor": name, "dtype": dtype, "shape": shape, "parts": self.parts[name]}
 
     def _new_name(self) -> str:
@@ -261,16 +262,12 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 def _tensor_problem(tensor: torch.Tensor) -> str | None:
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_meta)
-    if is_plain and tensor.layout == torch.strided and _dtype_name(tensor) in DTYPES:
+    if is_plain and tensor.layout == torch.strided and tensor.dtype in _NAMES:
         return None
     return (
         f"{_name(type(tensor))} of {tensor.dtype}; store a plain, dense tensor that is not on the meta device (of a "
         "DTensor: value.full_tensor())"
     )
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _odd_float(value: float) -> str:

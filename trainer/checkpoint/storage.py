@@ -216,13 +216,16 @@ def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[H
     Raises:
         CheckpointError: it is missing, unreadable, not a regular file, or differs in size or, at the end, in hash.
     """
-    with reading(path), storage_of(path).open_file(path) as (file, size):
-        if size != entry.bytes:
-            raise CheckpointError(f"{path} has {size} bytes, but {entry.bytes} were written: it is damaged")
-        reader = HashedReader(file, entry.algorithm if hashing else None, str(path))
-        yield reader
-        if hashing and reader.hexdigest() != entry.checksum:
-            raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
+    try:
+        with storage_of(path).open_file(path) as (file, size):
+            if size != entry.bytes:
+                raise CheckpointError(f"{path} has {size} bytes, but {entry.bytes} were written: it is damaged")
+            reader = HashedReader(file, entry.algorithm if hashing else None, str(path))
+            yield reader
+            if hashing and reader.hexdigest() != entry.checksum:
+                raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
+    except OSError as error:
+        raise read_failure(path, error) from error
 
 
 def read_small_file(path: StoragePath, max_size: int) -> bytes:

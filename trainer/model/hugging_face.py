@@ -36,9 +36,9 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _is_model(module: nn.Module) -> bool:
     """Whether this is a model of Hugging Face, or one that PEFT has changed."""
-    config = getattr(module, "config", None)
-    is_hugging_face = hasattr(type(module), "save_pretrained") and hasattr(config, "get_text_config")
-    return is_hugging_face or hasattr(module, "peft_config")
+    if hasattr(type(module), "save_pretrained") and hasattr(getattr(module, "config", None), "get_text_config"):
+        return True
+    return hasattr(module, "peft_config")
 
 
 _PROCESSORS = {"PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"}

@@ -92,7 +92,7 @@ def is_users(one: Any) -> bool:
     kind = type(one)
     if isinstance(one, (*_OPAQUE, torch.Tensor, nn.Module, FunctionType, MethodType, partial)):
         return False
-    return _package(kind) not in ("trainer", "torch", "transformers", "builtins", "collections")
+    return kind.__module__.partition(".")[0] not in ("trainer", "torch", "transformers", "builtins", "collections")
 
 
 def keep_attributes_of(one: Any, other: Any) -> None:
@@ -307,15 +307,16 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
 
     `of_class`: also the attributes of the user's classes of an object.
     """
-    if isinstance(value, CONTAINERS):
-        # By its own methods: a subclass may do anything in them.
-        kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
-        if kind.__len__(value) > _LARGEST:
-            return {}
-        if kind is not dict:
-            return dict(enumerate(kind.__iter__(value)))
-        # A key may be anything: an optimizer's are parameters.
-        return {key if type(key) is str else n: one for n, (key, one) in enumerate(dict.items(value))}
+    container: Any
+    for container in CONTAINERS:
+        if isinstance(value, container):
+            # By its own methods: a subclass may do anything in them.
+            if container.__len__(value) > _LARGEST:
+                return {}
+            if container is not dict:
+                return dict(enumerate(container.__iter__(value)))
+            # A key may be anything: an optimizer's are parameters.
+            return {key if type(key) is str else n: one for n, (key, one) in enumerate(container.items(value))}
     if isinstance(value, CellType):
         return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
@@ -331,7 +332,7 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
     found = attributes(value)
     if of_class:
         for kind in type(value).__mro__:
-            if _package(kind) not in _WITHOUT_STATE:
+            if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
                 found = {**vars(kind), **found}
     return found
 
@@ -366,7 +367,7 @@ def walk(
         is_holder, is_wanted = isinstance(value, _LOOKED_INTO), isinstance(value, kinds)
         if is_wanted:
             found.append((way, value))
-        if levels and (is_holder or not (is_wanted or _package(kind) in libraries)):
+        if levels and (is_holder or not (is_wanted or kind.__module__.partition(".")[0] in libraries)):
             seen[id(value)] = inside = named_inside(value, of_class=True)
             for name, one in reversed(inside.items()):
                 waiting.append((one, f"{way}.{name}", levels - 1))
