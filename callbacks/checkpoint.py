@@ -479,7 +479,7 @@ class ModelCheckpoint(Checkpoint):
         checkpoints.begin()
         if self.trainable_only:
             state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
-            self._frozen.look_again(trainer.module, state, gather)
+            self._frozen.update(trainer.module, state, gather)
         left_out: LeftOutError | None = None
         try:
             decide = partial(self._decide, trainer, metrics, again, value)

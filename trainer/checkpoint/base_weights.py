@@ -26,12 +26,12 @@ class FrozenWeights:
         """Exact sums, by name, of the frozen weights that have not changed since training began."""
 
     def begin(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Sum up the frozen weights when training begins; those that a checkpoint held have changed. Collective."""
+        """Sum the frozen weights when training begins; a weight that a checkpoint holds has changed. Collective."""
         names = [name for name in frozen_names(module, state) if self.base is None or name in self.base]
         self._unchanged = weight_sums(state, names, gather, rounded=False)
 
-    def look_again(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Sum up the frozen weights that have not changed, if others than at the last save. Collective."""
+    def update(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Find the frozen weights that are unchanged, and sum them if the last save left out others. Collective."""
         frozen = [name for name in frozen_names(module, state) if name in self._unchanged]
         now = weight_sums(state, frozen, gather, rounded=False)
         names = [name for name in frozen if now[name] == self._unchanged[name]]

@@ -43,7 +43,7 @@ _MAX_NAME = 200
 """Maximum bytes of a name that are repeated in the name of its temporary file, which may have 255."""
 _log = logging.getLogger("trainer")
 _reported_devices: set[int] = set()
-"""The file systems, by `st_dev`, of which a warning says that they cannot flush."""
+"""Numbers (`st_dev`) of the file systems that a warning has named, because they cannot flush."""
 ALGORITHMS = {1: "sha256", 2: "xxh3_128"}
 """The checksum of each version of the format, by its name in the manifest.
 
@@ -119,7 +119,7 @@ def read_failure(path: object, error: OSError) -> CheckpointError:
 
 
 def reason(error: OSError | CheckpointError) -> str:
-    """Return the reason of a failure of the storage, for the message of what failed with it."""
+    """Return the storage's reason for a failure, to be part of a message."""
     if isinstance(error, ReadError):
         return error.failure
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -17,7 +17,7 @@ _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def floating_tensors(
     state: Any, prefix: str, shards_only: bool = False, numbers: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point and complex tensors of a state by name; of a sharded one the local shard.
+    """Yield the floating-point and complex tensors of a state by name; for a sharded tensor, its local shard.
 
     Args:
         state: nested dicts, lists and tuples.

@@ -239,7 +239,7 @@ def _read_into(file: Any, part: FilePart, offset: int, view: memoryview) -> None
 
 
 def evaluated_weights(checkpoint: Mapping[str, Any]) -> Any:
-    """Return the weights of a checkpoint for evaluation: of an optimizer that trains with others, its averages."""
+    """Return a checkpoint's weights for evaluation: the averages, if the optimizer trains with other weights."""
     if checkpoint.get("evaluated") != "average":
         return checkpoint.get("model")
     return {**checkpoint["model"], **checkpoint["average"]}

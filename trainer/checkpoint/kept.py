@@ -61,6 +61,13 @@ class Listed:
         kept = {name: value for name, value in self.kept.items() if name not in names}
         return Listed(kept, [name for name in self.nonfinite if name in kept], self.last, self.step)
 
+    def plus(self, name: str, value: float | None, step: int, finite: bool) -> Listed:
+        """Return the list with a new checkpoint at its end."""
+        kept = {**self.kept, name: value}
+        if finite:
+            return Listed(kept, self.nonfinite, name, step)
+        return Listed(kept, [*self.nonfinite, name], self.last, step)
+
 
 class KeptCheckpoints:
     """The checkpoints of one ModelCheckpoint in a folder. Other checkpoints there are never replaced or deleted.
@@ -186,9 +193,8 @@ class KeptCheckpoints:
         """Return the checkpoints to delete for a new one, including "", the new one, if it is not worth keeping."""
         newest, nonfinite = self.listed.newest, self.listed.nonfinite
         replaced = [newest] if again and newest is not None and (finite or newest in nonfinite) else []
-        others = self.listed.without(replaced)
-        not_finite = [*others.nonfinite] if finite else [*others.nonfinite, ""]
-        return self._retention.to_delete({**others.kept, "": value}, not_finite) + replaced
+        with_new = self.listed.without(replaced).plus("", value, self.listed.step, finite)
+        return self._retention.to_delete(with_new.kept, with_new.nonfinite) + replaced
 
     def free_name(self, name: str) -> str | WriteError:
         """Return the name for the new checkpoint, with a version if it is taken; called on rank 0.
@@ -205,12 +211,9 @@ class KeptCheckpoints:
 
     def add(self, name: str, value: float | None, step: int, finite: bool) -> dict[str, Any]:
         """Enter the new checkpoint into the list; return the entries of its info that identify it."""
+        self.listed = self.listed.without([name]).plus(name, value, step, finite)
         # A process that was killed before it could set "last" leaves a checkpoint that follows the one there.
-        about = {"follows": self.before.last, "owner": self._owner, "name": name}
-        others = self.listed.without([name])
-        nonfinite = [*others.nonfinite] if finite else [*others.nonfinite, name]
-        self.listed = Listed({**others.kept, name: value}, nonfinite, name if finite else others.last, step)
-        return about
+        return {"follows": self.before.last, "owner": self._owner, "name": name}
 
     def _is_free(self, name: str) -> bool:
         path = self.folder / name

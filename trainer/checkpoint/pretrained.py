@@ -76,7 +76,7 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     where: dict[str, str] = content["weight_map"]
     files = {*where.values()}
     if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
-        raise CheckpointError(f"{index} names files that are not safetensors files of its own folder")
+        raise CheckpointError(f"{index} names files that are not safetensors files of the same folder")
     found = {name: dict(_tensors_of(place / name)) for name in files}
     missing = [name for name, file in where.items() if name not in found[file]]
     if missing:
@@ -199,7 +199,7 @@ def refuse_adapters_of_other_weights(module: nn.Module, found: Mapping[str, File
 
 
 def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:
-    """Yield what tells copies of weights apart: of each tensor its dtype, shape, and a checksum of values amid it."""
+    """Yield each tensor's dtype, shape, and a checksum of values in its middle, to tell copies of the weights apart."""
     for name, value in weights.items():
         numel = math.prod(value.shape)
         length = min(numel, _SAMPLED)

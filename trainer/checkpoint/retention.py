@@ -17,7 +17,7 @@ class Retention:
     """The rule that decides which checkpoints are kept.
 
     Args:
-        by_value: keep the best, the older of equals, instead of the newest; a missing value, nan, and an infinity that
+        by_value: keep the best instead of the newest; ties keep the older. A missing value, nan, and an infinity that
             nothing could beat are never the best.
         mode: "min" or "max", the better value.
         top_k: number of checkpoints to keep; -1: all.
@@ -30,7 +30,7 @@ class Retention:
     last: bool
 
     def best(self, kept: Kept, nonfinite: Collection[str] = ()) -> list[str]:
-        """Return the `top_k` checkpoints with the best values, best first, of equals the oldest.
+        """Return the `top_k` checkpoints with the best values, best first; ties keep the older checkpoint.
 
         Args:
             nonfinite: names of the checkpoints whose states are not finite, which are never among the best.

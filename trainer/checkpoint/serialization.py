@@ -42,11 +42,11 @@ _ALLOWED = (
     "and arrays of numbers"
 )
 _AS_THEY_ARE = SCALARS - {int, float}
-"""The classes of values that JSON holds whatever they are."""
+"""Classes whose values JSON holds unchanged."""
 _MARKS = repeat("$")
-"""The beginning of the keys that only this module may write, for each key of a dict."""
+"""The first character of the keys that only this module writes, repeated for each key of a dict."""
 _reported: set[tuple[str, ...]] = set()
-"""The entries and classes that a warning has named already."""
+"""The entries and classes that a warning has named."""
 
 Refused = list[tuple[tuple[Any, ...], str]]
 """The path to each value that cannot be stored, from its entry on, and what it is."""

@@ -55,7 +55,7 @@ def _has_tensors(block: nn.Module) -> bool:
 
 
 def compile_block(block: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
-    """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone.
+    """Compile a module in place, with the options of torch.compile; of blocks with `around_graphs`, only the forward.
 
     Returns:
         The module, and blocks in it that are compiled separately.

@@ -1,7 +1,7 @@
 """Estimate the memory of a training run on each process by arithmetic on the sizes of its weights.
 
 Sources: the states are sharded as in ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3 and 5).
-Activations are those of a transformer (Korthikanti et al., https://arxiv.org/abs/2205.05198, sections 4 and 5).
+Activations are a transformer's (Korthikanti et al., https://arxiv.org/abs/2205.05198, sections 4 and 5).
 docs/planning.md derives the formulas; tests/strategies/test_parallel_cost.py compares them with real steps.
 """
 
@@ -139,7 +139,7 @@ class Setup:
     bucket: int = 500_000_000
     """Elements of DeepSpeed's gradient bucket: its `reduce_bucket_size`."""
     norms_stored: bool = True
-    """True if norms read numbers as they are stored: autocast runs them in float32 on GPUs, and on CPUs it does not."""
+    """True if norms read numbers in their stored dtype: autocast runs norms in float32 on GPUs only."""
 
     @property
     def norm_bytes(self) -> int:
@@ -225,7 +225,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
-    """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them.
+    """Return the stages as `FSDPStrategy` cuts them: the largest has as few parameters as possible.
 
     Raises:
         ConfigError: there are too few processes or blocks.
@@ -381,7 +381,7 @@ def block_activations(model: Transformer, layout: Layout, setup: Setup) -> int:
     if layout.context > 1 and by_heads(model, layout):
         attention += queries  # the output, in the arrangement before the exchange too
     elif layout.context > 1:
-        # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
+        # The keys and values of all tokens; a mask, since torch's causal attention expects full sequences.
         attention, mask = 2 * queries + 2 * layout.context * keys, model.sequence // model.batch
     mlp = (4 if model.gated else 2) * (model.experts_per_token * model.intermediate + model.shared)
     if model.experts:

@@ -90,7 +90,7 @@ def _with_batch_idx(step: Any) -> Any:
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
-    """Return True if an object's class defines a method of its base class `parent` anew. Lightning's function."""
+    """Return True if an object's class overrides a method of its base class `parent`. Lightning's function."""
     if isinstance(instance, OptionalMethods) and parent is None:
         return instance.overrides(method_name)
     own = getattr(type(instance), method_name, None)
