@@ -176,7 +176,7 @@ class CheckpointDirectory:
                 return found
             raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
         given = as_storage_path(wanted)
-        paths = [given] if given.is_absolute() else [given, self.folder / str(wanted)]
+        paths = [given, self.folder / str(wanted)]
         if str(wanted) == "best":
             best = self.pointer("best")
             paths = [best] if best else []

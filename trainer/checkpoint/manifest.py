@@ -25,8 +25,8 @@ DATA_FILE = "checkpoint.json"
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
 """Valid top-level keys."""
-_INNER = re.compile(rf"{re.escape(NEW)}[0-9a-f]{{8}}")
-"""The folder of the files in a checkpoint that was replaced in an object store."""
+_INNER = re.compile(rf"({re.escape(NEW)}[0-9a-f]{{8}})?")
+"""The folder of the files in a checkpoint that was replaced in an object store; empty for any other."""
 _FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
 
 
@@ -167,13 +167,13 @@ def require_committed(folder: StoragePath) -> StoragePath:
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
-    info, files, version = body.get("info"), body.get("files"), body.get("version")
-    algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
-    is_known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
-    if not is_known or not isinstance(files, dict) or DATA_FILE not in files:
+    inner, version, files = body.pop("folder", ""), body.get("version"), body.get("files")
+    has_entries = (
+        body.keys() == {"format", "version", "info", "files"} and isinstance(files, dict) and DATA_FILE in files
+    )
+    if not has_entries or type(version) is not int or version not in ALGORITHMS or not _INNER.fullmatch(str(inner)):
         raise CheckpointError(f"{where} does not have the entries of a manifest")
-    entries = {}
+    algorithm, entries = ALGORITHMS[version], {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
@@ -186,7 +186,7 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{where}: its info refers to a tensor")
 
-    info = deserialize(info, refuse, where)
+    info = deserialize(body["info"], refuse, where)
     if not isinstance(info, dict):
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     return Manifest(info, entries, folder / inner if inner else folder)

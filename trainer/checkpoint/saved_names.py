@@ -78,13 +78,12 @@ def _numbers(name: str) -> list[int]:
 
 def _joined(name: str, change: Any, several: list[list[FileTensor]]) -> FileTensor | None:
     """Return the tensors of all patterns as one; None if they are not simply one after the other in memory."""
-    if any(not hasattr(one, "dim") for one in change.operations) or len(change.target_patterns) != 1:
+    steps = [(type(one).__name__, getattr(one, "dim", None)) for one in change.operations]
+    pieces = [*chain.from_iterable(several)]
+    counts, kinds = {len(tensors) for tensors in several}, {(tensor.shape[1:], tensor.dtype) for tensor in pieces}
+    if len(change.target_patterns) != 1 or len(counts) != 1 or len(kinds) != 1:
         return None
-    steps, pieces = [(type(one).__name__, one.dim) for one in change.operations], [*chain.from_iterable(several)]
-    alike = len({(tensor.shape[1:], tensor.dtype) for tensor in pieces}) == 1
-    if not alike or len({len(tensors) for tensors in several}) != 1:
-        return None
-    count, rest = len(several[0]), pieces[0].shape[1:]
+    count, rest = counts.pop(), pieces[0].shape[1:]
     if steps == [("Concatenate", 0)] and count == 1:
         return FileTensor.joined(name, (sum(tensor.shape[0] for tensor in pieces), *rest), pieces)
     of_each = [*zip(*several, strict=True)]
