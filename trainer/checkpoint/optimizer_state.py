@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
-from trainer.errors import CheckpointError, first_of
+from trainer.errors import CheckpointError
 from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside, parameters_of
 
@@ -226,8 +226,6 @@ def state_by_position(
     parameters = dict(module.named_parameters())
     order = [name for group in groups for name in group["params"]]
     position = {name: number for number, name in enumerate(order)}
-    if unknown := state["state"].keys() - position.keys():
-        raise CheckpointError(f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} lacks")
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
     given = {
@@ -272,7 +270,9 @@ def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: 
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
         alike = (p for p in parameters if tuple(p.shape) == tuple(value.shape) and p.numel() > 1)
-        like = one if isinstance(one := now.get(path), torch.Tensor) else next(alike, None)
+        like = now.get(path)
+        if not isinstance(like, torch.Tensor):
+            like = next(alike, None)
         return materialize(value) if like is None else take(like, value).to(like.device)
 
     return tree_map_with_path(place, saved)
@@ -314,10 +314,6 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     _take_unrounded(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
-        if path not in parts:
-            raise CheckpointError(
-                f"the checkpoint has a state of {type(optimizer).__name__}.{path}, an optimizer in it"
-            )
         _load_part(parts[path], saved, dtype_of)
     for part in parts.values():
         quantize_again(part)

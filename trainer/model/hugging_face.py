@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def processing_files(owners: Iterable[object]) -> dict[str, str]:
         Names -> texts. A file that is not text, which only old tokenizers have, is left out.
     """
     files: dict[str, str] = {}
-    for value in (value for owner in owners for value in vars(owner).values()):
+    for value in chain.from_iterable(vars(owner).values() for owner in owners):
         if not _PROCESSORS.isdisjoint(kind.__name__ for kind in type(value).__mro__):
             with tempfile.TemporaryDirectory() as folder:
                 value.save_pretrained(folder)
