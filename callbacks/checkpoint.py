@@ -275,7 +275,7 @@ class ModelCheckpoint(Checkpoint):
     def unsaved(self) -> WriteError | None:
         if self._unsaved is None:
             return None
-        return WriteError(f"{_sentence(self._unsaved)} {self._checkpoints.words_of_the_former()}")
+        return WriteError(f"{_sentence(self._unsaved)} {self._checkpoints.describe_former()}")
 
     # -- the begin and the end of a run --------------------------------------------------------------------------------
 
@@ -593,7 +593,7 @@ class ModelCheckpoint(Checkpoint):
             log.error(
                 "SAVING A CHECKPOINT HAS FAILED, and training continues (on_write_error='warn'): %s %s",
                 _sentence(error),
-                self._checkpoints.words_of_the_former(),
+                self._checkpoints.describe_former(),
             )
 
     def _give_up(self, error: CheckpointError) -> None:

@@ -74,9 +74,10 @@ def weight_sums(
             parts[name] = _sum(value.local, rounded) if value.extent.numel else 0  # of a copy another process's counts
         else:
             totals[name] = _sum(value, rounded)
-    for of_rank in gather(parts) if parts else []:
-        for name, part in of_rank.items():
-            totals[name] += part
+    if parts:
+        for of_rank in gather(parts):
+            for name, part in of_rank.items():
+                totals[name] += part
     return {name: total % 2**53 for name, total in totals.items()}  # 53 bits, as a sum is stored
 
 

@@ -112,7 +112,7 @@ means that a server does not answer."""
 
 def read_failure(path: object, error: OSError) -> CheckpointError:
     """Return the error to raise when `path` cannot be read: ReadError if a later attempt may succeed."""
-    message = f"{path} cannot be read: {error.strerror or error}"
+    message = f"{path} cannot be read: {reason(error)}"
     if isinstance(error, _MISSING) or (isinstance(path, Path) and error.errno in _DAMAGE):
         return CheckpointError(message)
     return ReadError(message)
@@ -229,7 +229,7 @@ class LocalStorage:
             publish_directory(temporary, final, replace)
         except OSError as error:
             raise WriteError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone."
+                f"cannot write the checkpoint {final}: {reason(error)}. Earlier checkpoints were left alone."
             ) from error
         finally:
             _discard(temporary)  # a partial one, or after an exchange the replaced one
@@ -442,7 +442,7 @@ def _put_back(aside: Path, final: Path) -> None:
         aside.rename(final)
         sync_directory(final.parent)
     except OSError as error:
-        _log.error("%s is the checkpoint %s, and could not be renamed: %s", aside, final, error.strerror or error)
+        _log.error("%s is the checkpoint %s, and could not be renamed: %s", aside, final, reason(error))
     else:
         _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", final)
 

@@ -30,7 +30,7 @@ def floating_tensors(
         name, value = waiting.pop()
         if isinstance(value, (dict, list, tuple)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}.{key}" if name else str(key), one) for key, one in items][::-1]
+            waiting += [(f"{name}.{key}", one) for key, one in items][::-1]
             continue
         if isinstance(value, Shard):
             value = value.local

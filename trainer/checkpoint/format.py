@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -213,15 +213,17 @@ class FileTensor(StoredTensor):
         return cls(name, shape, pieces[0].dtype, parts)
 
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
-        wanted = FlatSlice(0, math.prod(self.shape)) if extent is None else extent
-        result = torch.zeros(wanted.numel, dtype=self.dtype)
+        if extent is None:
+            return self.read(FlatSlice(0, math.prod(self.shape))).reshape(self.shape)
+        result = torch.zeros(extent.numel, dtype=self.dtype)
         memory, size = flat_bytes(result).numpy().data, self.dtype.itemsize
         for part in self._parts:
-            runs = list(part.overlaps(wanted))
-            with _open(part.path) if runs else nullcontext() as file:
-                for source, target, length in runs:
-                    _read_into(file, part, source * size, memory[target * size : (target + length) * size])
-        return result if extent is not None else result.reshape(self.shape)
+            runs = list(part.overlaps(extent))
+            if runs:
+                with _open(part.path) as file:
+                    for source, target, length in runs:
+                        _read_into(file, part, source * size, memory[target * size : (target + length) * size])
+        return result
 
 
 @contextmanager

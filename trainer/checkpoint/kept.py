@@ -126,7 +126,7 @@ class KeptCheckpoints:
         paths = [self.folder / name for name in (self.listed.last, self.before.last) if name]
         return next((path for path in paths if is_committed(path)), None)
 
-    def words_of_the_former(self) -> str:
+    def describe_former(self) -> str:
         """Return a sentence about the checkpoint before the newest write, for the message that this has failed."""
         return f"The last checkpoint that was written: {self.before.last or 'none'}."
 
@@ -242,7 +242,7 @@ class KeptCheckpoints:
         Raises:
             WriteError: the checkpoint or a pointer cannot be written. In the background the writer has the error.
         """
-        name = self.listed.newest or ""
+        name = [*self.listed.kept][-1]
         path, overwrite = self.folder / name, name in {*self._obsolete, *self._left}
         # Earlier checkpoints may have what this one had to leave out.
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]

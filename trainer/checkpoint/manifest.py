@@ -177,11 +177,10 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
-        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        size, checksum = known.get("bytes", -1), known.get(algorithm)
-        if not are_sizes([size]) or not isinstance(checksum, str):
+        is_entry = isinstance(entry, dict) and are_sizes([entry.get("bytes")]) and isinstance(entry.get(algorithm), str)
+        if not is_entry:
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
-        entries[name] = FileEntry(size, checksum, algorithm)
+        entries[name] = FileEntry(entry["bytes"], entry[algorithm], algorithm)
 
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{where}: its info refers to a tensor")

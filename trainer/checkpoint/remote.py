@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO, TypeVar
 
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, write_chunks
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, reason, write_chunks
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
@@ -203,7 +203,7 @@ class RemoteStorage:
             raise WriteError(f"cannot write the checkpoint {final}: this kind of URL can only be read.") from None
         except OSError as error:
             raise WriteError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
+                f"cannot write the checkpoint {final}: {reason(error)}. Earlier checkpoints were left alone; "
                 "files without a manifest are ignored."
             ) from error
 

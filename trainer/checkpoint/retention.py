@@ -39,7 +39,8 @@ class Retention:
         known = {
             name: sign * value
             for name, value in kept.items()
-            if value is not None and self._counts(value) and name not in nonfinite
+            # Neither nan, nor the infinity that no later value could beat.
+            if value is not None and sign * value > -math.inf and name not in nonfinite
         }
         return sorted(known, key=known.__getitem__)[: None if self.top_k == -1 else self.top_k]
 
@@ -62,10 +63,6 @@ class Retention:
         if {*newest} & {*nonfinite}:
             wanted += newest_first[:1]
         return [name for name in kept if name not in wanted]
-
-    def _counts(self, value: float) -> bool:
-        """Whether a value may be the best: not nan, and not the infinity that no later value could beat."""
-        return value == value and value != (-math.inf if self.mode == "min" else math.inf)
 
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")

@@ -211,7 +211,7 @@ class _Serializer:
         if tensor.device.type == "xla":
             tensor = tensor.cpu()  # XLA tensors have no memory that can be read.
         memory = _memory(tensor)
-        name = self._name_of.get(memory) if memory else None
+        name = self._name_of.get(memory)
         if name is None:
             name = self._new_name()
             self.tensors[name] = tensor
@@ -253,9 +253,9 @@ class _Serializer:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return a key equal for tensors that view the same elements of the same memory; None for an empty tensor."""
+    """Return a key that is equal for tensors that view the same elements of the same memory."""
     if tensor.numel() == 0:
-        return None
+        return object()  # two empty tensors are never one
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 

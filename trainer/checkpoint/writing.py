@@ -249,8 +249,8 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
         if process_group.world_size == 1:
             raise
         own = WriteError(
-            f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}. All processes write "
-            "into this directory, so it has to be on storage that they share."
+            f"rank {process_group.rank} cannot write into {folder}: {reason(error)}. All processes write into this "
+            "directory, so it has to be on storage that they share."
         )
     entries: dict[str, FileEntry] = {}
     for of_rank in process_group.all_gather_object(own):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -34,13 +32,10 @@ def refuse_dispatched(module: nn.Module, training: bool, shards: bool, converts:
         )
 
 
-def _outside(module: nn.Module) -> Iterator[nn.Module]:
-    inside = {id(child) for model in dispatched_models(module).values() for child in model.modules()}
-    return (child for child in module.modules() if id(child) not in inside)
-
-
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers outside of dispatched models."""
-    for child in _outside(module):
-        for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
-            tensor.data = tensor.data.to(device)
+    placed = {id(child) for model in dispatched_models(module).values() for child in model.modules()}
+    for child in module.modules():
+        if id(child) not in placed:
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)

@@ -166,9 +166,7 @@ class SettingParts(TorchFunctionMode):
         self._shape_of, self._set_value = shape_of, set_value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_ and func != _GET_SHAPE:
-            return func(*args, **(kwargs or {}))
-        shape = self._shape_of(args[0])
+        shape = self._shape_of(args[0]) if func in (torch.Tensor.copy_, _GET_SHAPE) else None
         if shape is None:
             return func(*args, **(kwargs or {}))
         if func == _GET_SHAPE:
