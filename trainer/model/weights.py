@@ -87,10 +87,11 @@ def match_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     tensors = chain(module.buffers(), module.parameters())
     device = next((tensor.device for tensor in tensors), None)
     for key, part, name in saved_buffers(module):
-        if key not in state and name in _MADE_LATER.get(part, ()):
+        if key in state:
+            if part._buffers[name] is None:
+                part._buffers[name] = torch.empty(state[key].shape, dtype=state[key].dtype, device=device)
+        elif name in _MADE_LATER.get(part, ()):
             part._buffers[name] = None
-        elif key in state and part._buffers[name] is None:
-            part._buffers[name] = torch.empty(state[key].shape, dtype=state[key].dtype, device=device)
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
