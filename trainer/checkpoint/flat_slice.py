@@ -36,7 +36,7 @@ class FlatSlice:
     @property
     def end(self) -> int:
         """Position after the last element."""
-        return self.start + (self.count - 1) * self.stride + self.length if self.count else self.start
+        return self.start + (self.count - 1) * self.stride + self.length
 
     def overlaps_itself(self) -> bool:
         """Return True if an element is in several runs."""

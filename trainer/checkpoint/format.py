@@ -186,7 +186,7 @@ class FilePart(NamedTuple):
             # The first own run that ends after `first`, and the first one that begins at or after `end`.
             low = max(0, (first - own.start - own.length) // stride + 1)
             high = min(own.count, -(-(end - own.start) // stride))
-            for run in range(low, high) if own.count > 1 else range(1):
+            for run in range(low, high):
                 start = own.start + run * own.stride
                 begin, stop = max(first, start), min(end, start + own.length)
                 if begin < stop:

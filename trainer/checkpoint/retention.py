@@ -56,11 +56,9 @@ class Retention:
         finite = {name: value for name, value in kept.items() if name not in nonfinite}
         newest_first, newest = [*reversed(finite)], [*kept][-1:]
         wanted = self.best(finite) if self.by_value else newest_first[: self.top_k]
-        if self.last:
-            wanted += newest_first[:1]
         if nonfinite:
             wanted += newest
-        if {*newest} & {*nonfinite}:
+        if self.last or {*newest} & {*nonfinite}:
             wanted += newest_first[:1]
         return [name for name in kept if name not in wanted]
 

@@ -157,8 +157,7 @@ def _checked_order(header: dict[str, Any], size: int, expected: Mapping[str, Ten
 
 def _read_tensor(reader: HashedReader, info: TensorInfo, where: str) -> torch.Tensor:
     raw, dtype = torch.empty(info.bytes, dtype=torch.uint8), info.dtype
-    if raw.numel():
-        reader.read_into(raw.numpy().data)
+    reader.read_into(raw.numpy().data)
     if dtype is torch.bool and bool((raw > 1).any()):
         raise _error(where, f"the tensor {info.name!r:.100} is boolean and has values other than 0 and 1")
     try:

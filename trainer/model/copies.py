@@ -59,10 +59,10 @@ def _copy_functions(inside: list[Any], memo: dict[int, Any]) -> list[CellType]:
     opaque = (torch.Tensor, np.ndarray, type, ModuleType, nn.Module)  # modules are looked into one by one
     found = walk(dict(enumerate(inside)), _DEPTH, {}, opaque, (FunctionType,))
     functions = [one for _, one in found if one.__closure__]
-    cells = {id(cell): cell for one in functions for cell in one.__closure__ or ()}
+    cells = {id(cell): cell for one in functions for cell in one.__closure__}
     memo |= {key: CellType() for key in cells}
     for one in functions:
-        closure = tuple(memo[id(cell)] for cell in one.__closure__ or ())
+        closure = tuple(memo[id(cell)] for cell in one.__closure__)
         new = FunctionType(one.__code__, one.__globals__, one.__name__, one.__defaults__, closure)
         new.__kwdefaults__ = one.__kwdefaults__
         vars(new).update(vars(one))
