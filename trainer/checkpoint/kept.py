@@ -98,7 +98,7 @@ class KeptCheckpoints:
         """The checkpoints to delete when the newest one is committed."""
         self._undeleted: list[str] = []
         """Obsolete checkpoints that could not be deleted, and what failed writes may have left; on rank 0."""
-        self._left: set[str] = set()
+        self._written_later: set[str] = set()
         """Names of checkpoints that this run wrote after the one it was resumed from: it writes them again."""
         self._writes = 0
         self._sent: list[str] = []  # keys of the exchanges of background writes
@@ -163,7 +163,7 @@ class KeptCheckpoints:
         for name in own:
             if name not in kept and (steps[name] == step or infos[name].get("nonfinite")):
                 kept[name] = values.get(name)
-        self._left = {name for name in own if same_run and steps[name] > step and name not in kept}
+        self._written_later = {name for name in own if same_run and steps[name] > step and name not in kept}
         nonfinite = [name for name in kept if infos[name].get("nonfinite")]
         last = next((name for name in (self.listed.last, state["last"]) if name in kept), None)
         newest = max([state["saved_step"], *(int(steps[name]) for name in kept if steps[name] <= step)])
@@ -221,7 +221,7 @@ class KeptCheckpoints:
             return False
         if not storage_of(path).path_in_use(path):
             return True
-        return name in {*self._obsolete, *self._left} and self._own_info(path) is not None
+        return name in {*self._obsolete, *self._written_later} and self._own_info(path) is not None
 
     def write(
         self,
@@ -243,7 +243,7 @@ class KeptCheckpoints:
             WriteError: the checkpoint or a pointer cannot be written. In the background the writer has the error.
         """
         name = [*self.listed.kept][-1]
-        path, overwrite = self.folder / name, name in {*self._obsolete, *self._left}
+        path, overwrite = self.folder / name, name in {*self._obsolete, *self._written_later}
         # Earlier checkpoints may have what this one had to leave out.
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None

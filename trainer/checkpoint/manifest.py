@@ -167,7 +167,8 @@ def require_committed(folder: StoragePath) -> StoragePath:
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner, version, files = body.pop("folder", ""), body.get("version"), body.get("files")
+    inner, version = body.pop("folder", ""), body.get("version")
+    files: Any = body.get("files")
     has_entries = (
         body.keys() == {"format", "version", "info", "files"} and isinstance(files, dict) and DATA_FILE in files
     )

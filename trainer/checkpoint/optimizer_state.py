@@ -230,7 +230,10 @@ def state_by_position(
     in_order = [parameters[name] for name in order]
     given = {
         "state": {
-            **{position[name]: _fitted(take, parameters[name], values) for name, values in state["state"].items()},
+            **{
+                position[name]: _ready_to_load(take, parameters[name], values)
+                for name, values in state["state"].items()
+            },
             **_placed(state.get("common", {}), current.get("state", {}), in_order, take),
         },
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
@@ -239,7 +242,7 @@ def state_by_position(
     parts = {}
     for path, part in state.get("parts", {}).items():
         states = {parameters[name]: one for name, one in part.get("state", {}).items() if name in parameters}
-        parts[path] = {**part, "state": {like: _fitted(take, like, values) for like, values in states.items()}}
+        parts[path] = {**part, "state": {like: _ready_to_load(take, like, values) for like, values in states.items()}}
     return {
         **{key: value for key, value in given.items() if key in current or key not in ("state", "param_groups")},
         "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items()},
@@ -247,7 +250,7 @@ def state_by_position(
     }
 
 
-def _fitted(take: Take, like: torch.Tensor, values: Any) -> Any:
+def _ready_to_load(take: Take, like: torch.Tensor, values: Any) -> Any:
     """Return the state of a parameter with its tensors, at any depth, ready to be loaded."""
     return tree_map_only((torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values)
 
@@ -308,10 +311,10 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
     for one, kept, before in groups:
-        _take_ids_for_parameters(one)
+        _move_states_from_ids(one)
         _keep_groups(one, kept, before)
     parameters = parameters_of([optimizer])
-    _take_unrounded(optimizer, [*parts.values()], parameters, state)
+    _restore_dtypes(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
         _load_part(parts[path], saved, dtype_of)
@@ -319,7 +322,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
         quantize_again(part)
 
 
-def _take_unrounded(
+def _restore_dtypes(
     optimizer: Optimizer, parts: Sequence[Any], parameters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> None:
     """Put the saved tensors where torch has rounded tensors whose dtype the optimizer chose."""
@@ -330,7 +333,7 @@ def _take_unrounded(
             before, dtype = loaded[position], state["dtypes"].get(position)
             for part in parts:
                 if vars(part).get("state", {}).get(parameter) is before:
-                    part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
+                    part.state[parameter] = _with_saved_dtypes(before, saved[position], parameter.dtype, dtype)
 
 
 def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
@@ -346,7 +349,7 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
     optimizer.param_groups = kept
 
 
-def _take_ids_for_parameters(optimizer: Optimizer) -> None:
+def _move_states_from_ids(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
     ids = {id(parameter): parameter for parameter in parameters_of([optimizer])}
     state: dict[Any, Any] = vars(optimizer).get("state", {})
@@ -373,7 +376,7 @@ def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[i
     optimizer.state.update(in_memory(saved.get("common", {})))
 
 
-def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
+def _with_saved_dtypes(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
     """Return a loaded state, at any depth, with the saved tensors in place of those that torch has rounded.
 
     Args:

@@ -41,7 +41,7 @@ _ALLOWED = (
     "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
     "and arrays of numbers"
 )
-_AS_THEY_ARE = SCALARS - {int, float}
+_JSON_SCALARS = SCALARS - {int, float}
 """Classes whose values JSON holds unchanged."""
 _MARKS = repeat("$")
 """The first character of the keys that only this module writes, repeated for each key of a dict."""
@@ -138,7 +138,7 @@ class _Serializer:
             return value if math.isfinite(value) else {"$float": _odd_float(value)}
         if kind is int:
             return value if value.bit_length() <= 64 else {"$int": hex(value)}
-        if kind in _AS_THEY_ARE:
+        if kind in _JSON_SCALARS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -163,7 +163,7 @@ class _Serializer:
         if kind in (list, tuple):
             for index, one in enumerate(value):
                 self._path.append(index)
-                data.append(one if type(one) in _AS_THEY_ARE else self.encode(one))
+                data.append(one if type(one) in _JSON_SCALARS else self.encode(one))
                 self._path.pop()
         elif (
             kind in (dict, OrderedDict) and {*map(type, value)} <= {str} and not any(map(str.startswith, value, _MARKS))
@@ -171,7 +171,7 @@ class _Serializer:
             data = {}
             for key, one in value.items():
                 self._path.append(key)
-                data[key] = one if type(one) in _AS_THEY_ARE else self.encode(one)
+                data[key] = one if type(one) in _JSON_SCALARS else self.encode(one)
                 self._path.pop()
         else:
             data = self._other_dict(value, kind)
