@@ -25,8 +25,8 @@ DATA_FILE = "checkpoint.json"
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
 """Valid top-level keys."""
-_INNER = re.compile(rf"({re.escape(NEW)}[0-9a-f]{{8}})?")
-"""The folder of the files in a checkpoint that was replaced in an object store; empty for any other."""
+_INNER = re.compile(rf"{re.escape(NEW)}[0-9a-f]{{8}}")
+"""The folder of the files in a checkpoint that was replaced in an object store."""
 _FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
 
 
@@ -167,13 +167,14 @@ def require_committed(folder: StoragePath) -> StoragePath:
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner, version = body.pop("folder", ""), body.get("version")
-    files: Any = body.get("files")
-    has_entries = (
-        body.keys() == {"format", "version", "info", "files"} and isinstance(files, dict) and DATA_FILE in files
-    )
-    if not has_entries or type(version) is not int or version not in ALGORITHMS or not _INNER.fullmatch(str(inner)):
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
+    malformed = CheckpointError(f"{where} does not have the entries of a manifest")
+    inner, version, files = body.pop("folder", None), body.get("version"), body.get("files")
+    if inner is not None and not _INNER.fullmatch(str(inner)):
+        raise malformed
+    if type(version) is not int or version not in ALGORITHMS or body.keys() != {"format", "version", "info", "files"}:
+        raise malformed
+    if not isinstance(files, dict) or DATA_FILE not in files:
+        raise malformed
     algorithm, entries = ALGORITHMS[version], {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
@@ -188,8 +189,8 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
 
     info = deserialize(body["info"], refuse, where)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
-    return Manifest(info, entries, folder / inner if inner else folder)
+        raise malformed
+    return Manifest(info, entries, folder if inner is None else folder / inner)
 
 
 def read_data(manifest: Manifest, verify: bool) -> dict[str, Any]:
