@@ -128,7 +128,7 @@ class CheckpointDirectory:
             if path != exclude and self._is_intact(path):
                 if infos[path].get("nonfinite"):
                     _log.warning(
-                        "No checkpoint with finite weights and optimizer states is intact: using %s", path.name
+                        "The weights or optimizer states of %s are not finite, and there is no other", path.name
                     )
                 return path
         return None
