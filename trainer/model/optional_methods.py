@@ -69,7 +69,7 @@ class OptionalMethods:
 
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""
-        return any(self.overrides(name) for name in names)
+        return any(map(self.overrides, names))
 
 
 def _takes_batch_only(step: Any) -> bool:
