@@ -167,14 +167,14 @@ def require_committed(folder: StoragePath) -> StoragePath:
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    malformed = CheckpointError(f"{where} does not have the entries of a manifest")
+    malformed = f"{where} does not have the entries of a manifest"
     inner, version, files = body.pop("folder", None), body.get("version"), body.get("files")
     if inner is not None and not _INNER.fullmatch(str(inner)):
-        raise malformed
+        raise CheckpointError(malformed)
     if type(version) is not int or version not in ALGORITHMS or body.keys() != {"format", "version", "info", "files"}:
-        raise malformed
+        raise CheckpointError(malformed)
     if not isinstance(files, dict) or DATA_FILE not in files:
-        raise malformed
+        raise CheckpointError(malformed)
     algorithm, entries = ALGORITHMS[version], {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
@@ -189,7 +189,7 @@ def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Ma
 
     info = deserialize(body["info"], refuse, where)
     if not isinstance(info, dict):
-        raise malformed
+        raise CheckpointError(malformed)
     return Manifest(info, entries, folder if inner is None else folder / inner)
 
 
