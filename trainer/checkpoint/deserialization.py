@@ -155,6 +155,8 @@ class _Deserializer:
 
     def _default(self, content: list[Any], depth: int) -> Any:
         factory, items = self._pair(content, FACTORIES, "$default")
+        if not isinstance(items, list):
+            raise self._malformed("$default")
         return defaultdict(factory, self._items(items, depth))
 
     def _number(self, content: list[Any], depth: int) -> Any:
@@ -190,9 +192,9 @@ class _Deserializer:
     def _malformed(self, marker: str) -> CheckpointError:
         return self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
-    def _items(self, content: Any, depth: int) -> dict[Any, Any]:
+    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for item in content if isinstance(content, list) else [None]:
+        for item in content:
             if not isinstance(item, list) or len(item) != 2:
                 raise self._error("a dict holds something that is not a pair")
             key = self.decode(item[0], depth)

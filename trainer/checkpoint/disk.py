@@ -432,9 +432,10 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
 
 
 def _temporary_paths(folder: Path) -> Iterator[TemporaryPath]:
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if match := _LEFTOVER.fullmatch(path.name):
-            yield TemporaryPath(path, match[1], match[2], match[3], int(match[4]))
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if match := _LEFTOVER.fullmatch(path.name):
+                yield TemporaryPath(path, match[1], match[2], match[3], int(match[4]))
 
 
 def _put_back(aside: Path, final: Path) -> None:

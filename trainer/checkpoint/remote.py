@@ -189,8 +189,9 @@ class RemoteStorage:
         """
         folder = final / f"{NEW}{os.urandom(4).hex()}" if replace else final
         try:
-            for entry in () if replace else final.iterdir():  # an interrupted write of the same name
-                entry.delete(recursive=True)
+            if not replace:
+                for entry in final.iterdir():  # an interrupted write of the same name
+                    entry.delete(recursive=True)
             with folder._open_store() as (store, path), suppress(OSError, NotImplementedError):
                 store.makedirs(path, exist_ok=True)  # for stores that have directories
             yield folder

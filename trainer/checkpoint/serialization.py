@@ -126,9 +126,10 @@ class _Serializer:
         self._name_of: dict[Any, str] = {}
         self._own_names: set[str] = set()
         # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
-        for key, value in root.items() if isinstance(root, dict) else ():
-            if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
-                self._own_names.add(key)
+        if isinstance(root, dict):
+            for key, value in root.items():
+                if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
+                    self._own_names.add(key)
         self._own_names.discard("__metadata__")
         self._taken = {*self._own_names, "__metadata__"}
 
