@@ -266,8 +266,8 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
     if is_plain and tensor.layout == torch.strided and tensor.dtype in _NAMES:
         return None
     return (
-        f"{_name(type(tensor))} of {tensor.dtype}; store a plain, dense tensor of a common dtype that is not on the meta "
-        "device (of a DTensor: value.full_tensor())"
+        f"{_name(type(tensor))} of {tensor.dtype}; store a plain, dense tensor of a common dtype that is not on the "
+        "meta device (of a DTensor: value.full_tensor())"
     )
 
 
