@@ -275,7 +275,7 @@ class ModelCheckpoint(Checkpoint):
     def unsaved(self) -> WriteError | None:
         if self._unsaved is None:
             return None
-        return WriteError(f"{_sentence(self._unsaved)} {self._checkpoints.words_of_the_former()}")
+        return WriteError(f"{_sentence(self._unsaved)} {self._checkpoints.describe_former()}")
 
     # -- the begin and the end of a run --------------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class ModelCheckpoint(Checkpoint):
         checkpoints.begin()
         if self.trainable_only:
             state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
-            self._frozen.look_again(trainer.module, state, gather)
+            self._frozen.update(trainer.module, state, gather)
         left_out: LeftOutError | None = None
         try:
             decide = partial(self._decide, trainer, metrics, again, value)
@@ -591,7 +591,7 @@ class ModelCheckpoint(Checkpoint):
             log.error(
                 "SAVING A CHECKPOINT HAS FAILED, and training continues (on_write_error='warn'): %s %s",
                 _sentence(error),
-                self._checkpoints.words_of_the_former(),
+                self._checkpoints.describe_former(),
             )
 
     def _give_up(self, error: CheckpointError) -> None:

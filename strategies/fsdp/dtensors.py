@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map, tree_map_only
 
-from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box, slice_of_grid
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_grid
 from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.distributed.sendable import sendable
 from trainer.model.weights import AbsentParameter
@@ -42,10 +42,6 @@ def local_slice(tensor: DTensor) -> FlatSlice:
     local = tensor.to_local().shape
     if [len(indices) for indices in along] != list(local) and local.numel():
         raise ValueError(f"{tensor.placements} of a tensor of {tuple(tensor.shape)} are not understood")
-    if any(len(indices) == 0 for indices in along):
-        return EMPTY_SLICE
-    if all(indices[-1] - indices[0] == len(indices) - 1 for indices in along):
-        return slice_of_box(tensor.shape, [int(i[0]) for i in along], [len(i) for i in along])
     return slice_of_grid(tensor.shape, along)
 
 

@@ -121,12 +121,11 @@ def test_only_the_wanted_files_are_read(checkpoint: Path) -> None:
     (checkpoint / "rest.txt").write_text("")
     assert list(read_checkpoint(checkpoint, keys=["progress", "model"])) == ["model", "progress"]
     assert verify_checkpoint(checkpoint) == [
-        f"{checkpoint}/optimizers.safetensors is missing",
+        f"{checkpoint}/optimizers.safetensors cannot be read: No such file or directory",
         f"{checkpoint}/rest.txt is not in the manifest",
     ]
-    assert find_damage(checkpoint) == [f"{checkpoint}/optimizers.safetensors is missing"]
-    with raises_recorded(CheckpointError):
-        read_checkpoint(checkpoint, keys=["modle"])
+    assert find_damage(checkpoint) == [f"{checkpoint}/optimizers.safetensors cannot be read: No such file or directory"]
+    assert read_checkpoint(checkpoint, keys=["other"]) == {}
 
 
 def test_metadata_describes_tensors_without_opening_their_files(checkpoint: Path) -> None:
@@ -153,14 +152,6 @@ def test_refused_data_is_named_before_anything_is_written(tmp_path: Path) -> Non
     with raises_recorded(CheckpointError):
         write_checkpoint(tmp_path / "c", {"callbacks": {"Mine": {"path": tmp_path}}, "data": {"f": len}})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("key", ["../x", "a/b", "", ".", "a.b", 3, "x" * 101, "ü"])
-def test_top_level_keys_must_be_file_names(key: Any, tmp_path: Path) -> None:
-    with raises_recorded(CheckpointError):
-        write_checkpoint(tmp_path / "c", {key: 1})
-    with raises_recorded(CheckpointError):
-        write_checkpoint(tmp_path / "c", {"Model": 1, "model": 2})
 
 
 def test_only_checkpoints_are_overwritten_and_only_when_asked(checkpoint: Path) -> None:

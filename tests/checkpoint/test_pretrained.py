@@ -212,16 +212,6 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     assert torch.equal(module.net.blocks[1].qkv.weight, weights_of()["blocks.1.qkv.weight"])
 
 
-class Mistaken(Frozen):
-    key_mapping: ClassVar = {"(": ""}
-
-
-def test_a_pattern_that_is_no_regular_expression_is_reported(tmp_path: Path) -> None:
-    save_file(weights_of(), tmp_path / "model.safetensors")
-    with raises_recorded(ConfigError):
-        train(Mistaken(tied=True), tmp_path)
-
-
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshots").mkdir()

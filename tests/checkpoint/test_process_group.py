@@ -124,7 +124,7 @@ def write_in_threads(folder: str) -> dict[str, Any]:
     writer, done = BackgroundWriter(), threading.Event()
     own = state(group.rank, WORLD)
     results: dict[str, Any] = {}
-    background = StoreProcessGroup(store.clone(), group.rank, WORLD, "one", timeout=60)
+    background = StoreProcessGroup(store.clone(), group.rank, WORLD, "one", timeout=60, sent=[])
     writer.start(Path(folder) / "background", own, {"step": 1}, done.set, group, background)
     for _ in range(50):
         dist.all_reduce(torch.ones(1000))
@@ -141,7 +141,7 @@ def write_in_threads(folder: str) -> dict[str, Any]:
     results["left"] = sum(store.check([key]) for key in keys)
     group.barrier()
     if group.rank != 2:
-        lonely = StoreProcessGroup(store.clone(), group.rank, WORLD, "two", timeout=0.5)
+        lonely = StoreProcessGroup(store.clone(), group.rank, WORLD, "two", timeout=0.5, sent=[])
         results["nobody comes"] = error_of(lambda: lonely.all_gather_object(1))
     group.barrier()
     os.sync()

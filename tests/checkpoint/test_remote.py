@@ -677,7 +677,7 @@ def test_training_goes_on_while_the_store_is_away(
     fit([away, checkpoint], 8, max_steps=6)
     assert there(str(flaky)) == ["step=5", "step=6"]
     assert caplog.text.count("SAVING A CHECKPOINT HAS FAILED") == 2
-    assert "The last checkpoint was step=2" in caplog.text
+    assert "The last checkpoint that was written: step=2" in caplog.text
     again = steps(dirpath=str(flaky), on_write_error="warn")
     away = At(step7=lambda trainer: setattr(Flaky, "share", 1.0))
     with raises_recorded(WriteError):
@@ -778,7 +778,7 @@ def test_a_run_does_not_say_that_nothing_was_written_after_the_commit(
         patch.setattr(Asked, "info", reset)
         fit([steps(dirpath=str(asked), on_write_error="warn")], 8, max_steps=4)
     assert "Whether it is complete nevertheless could not be verified" in caplog.text
-    assert "The last checkpoint is still step=2" in caplog.text
+    assert "The last checkpoint that was written: step=2" in caplog.text
     assert CheckpointDirectory(asked).resolve("last") == asked / "step=4"
 
 

@@ -174,8 +174,8 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
         (datetime.timedelta(1), "datetime.timedelta", "data"),
         (1j, "complex", "data"),
         (torch.zeros(2, device="meta"), "Tensor", "meta"),
-        (torch.eye(2).to_sparse(), "Tensor", "store a dense one"),
-        (torch.nn.UninitializedParameter(), "UninitializedParameter", "plain tensor"),
+        (torch.eye(2).to_sparse(), "Tensor", "plain, dense tensor"),
+        (torch.nn.UninitializedParameter(), "UninitializedParameter", "plain, dense tensor"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

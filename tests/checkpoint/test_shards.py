@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_box
+from trainer.checkpoint.flat_slice import EMPTY_SLICE, FlatSlice, slice_of_grid
 from trainer.checkpoint.format import FilePart, FileTensor, open_checkpoint, read_checkpoint
 from trainer.checkpoint.shards import Shard, materialize, read_slice
 from trainer.checkpoint.writing import write_checkpoint
 
 SHAPES = [(7,), (4, 6), (3, 1, 5), (2, 3, 4), (1, 1), (2, 3, 4, 5)]
+
+
+def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> FlatSlice:
+    ranges = zip(offsets, lengths, strict=True)
+    return slice_of_grid(shape, [np.arange(first, first + length) for first, length in ranges])
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

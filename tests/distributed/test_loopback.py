@@ -137,7 +137,7 @@ def test_what_a_stranger_writes_into_the_store_is_an_error_and_runs_nothing(tmp_
     for number in (1, 2):
         for rank in (0, 1):
             stranger.set(f"write/{number}/{rank}", pickle.dumps(Bomb(tmp_path / "code was run")))  # type: ignore[arg-type]
-    group = StoreProcessGroup(store, 1, 2, "write", timeout=30)
+    group = StoreProcessGroup(store, 1, 2, "write", timeout=30, sent=[])
     for exchange in (group.all_gather_object, group.broadcast_object):
         with raises_recorded(TrainerError):
             exchange(1)

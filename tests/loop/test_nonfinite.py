@@ -106,7 +106,7 @@ def test_the_last_finite_checkpoint_stays(
     assert found["-> last"] == 12
     again = CheckpointDirectory(tmp_path / "version_0" / "checkpoints")
     state = read_checkpoint(again.resolve("last"))
-    assert not_finite(floating_tensors(state["model"], "")) == ["mask", "late"]
+    assert not_finite(floating_tensors(state["model"], "model")) == ["model.mask", "model.late"]
 
 
 class SetInfinite(Callback):
@@ -291,7 +291,7 @@ def test_save_checkpoint_says_so_and_writes(tmp_path: Path, caplog: pytest.LogCa
 
 def test_sums_that_overflow_are_looked_at_again() -> None:
     large = {"a": torch.full((10,), 3e38), "b": torch.full((10,), 6e4, dtype=torch.float16), "c": torch.ones(2) * 1j}
-    assert not_finite(floating_tensors(large, "")) == []
+    assert not_finite(floating_tensors(large, "large")) == []
     spoilt = {name: tensor.clone() for name, tensor in large.items()}
     for tensor in spoilt.values():
         tensor[1] = math.inf

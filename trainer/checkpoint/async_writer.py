@@ -15,7 +15,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.storage import StoragePath
-from trainer.checkpoint.writing import SavePlan, plan_save, write_plan
+from trainer.checkpoint.writing import plan_save, write_plan
 from trainer.distributed.devices import has_streams
 from trainer.errors import CheckpointError
 
@@ -62,10 +62,25 @@ class BackgroundWriter:
         plan = plan_save(state, info, process_group)
         copy = replace(plan, files=self._memory.copy(plan.files))
         being_written.add(str(path))
-        # Not a daemon: at its end Python waits for the thread, so that the checkpoint is complete.
-        self._thread = threading.Thread(
-            target=self._write, args=(path, copy, overwrite, thread_group, on_committed), name="checkpoint-writer"
-        )
+
+        def write() -> None:
+            try:
+                self._memory.wait()
+                write_plan(path, copy, overwrite, thread_group)
+                on_committed()
+                self._path = str(path)
+            except CheckpointError as error:
+                self._error = error
+            except BaseException as error:
+                self._error = WriteError(
+                    f"the write of {path} failed, perhaps after it was complete: {type(error).__name__}: {error}"
+                )
+                self._error.__cause__ = error
+            finally:
+                being_written.discard(str(path))
+
+        # Not a daemon: Python waits for the thread before it exits, so that the checkpoint is complete.
+        self._thread = threading.Thread(target=write, name="checkpoint-writer")
         self._thread.start()
 
     def wait(self, due: bool = False) -> None:
@@ -93,29 +108,6 @@ class BackgroundWriter:
         """Wait, and release the memory."""
         self.wait()
         self._memory.release()
-
-    def _write(
-        self,
-        path: str | StoragePath,
-        plan: SavePlan,
-        overwrite: bool,
-        process_group: ProcessGroup,
-        on_committed: Callable[[], None],
-    ) -> None:
-        try:
-            self._memory.wait()
-            write_plan(path, plan, overwrite, process_group)
-            on_committed()
-            self._path = str(path)
-        except CheckpointError as error:
-            self._error = error
-        except BaseException as error:
-            self._error = WriteError(
-                f"the write of {path} failed, perhaps after it was complete: {type(error).__name__}: {error}"
-            )
-            self._error.__cause__ = error
-        finally:
-            being_written.discard(str(path))
 
 
 class PinnedStagingBuffer:

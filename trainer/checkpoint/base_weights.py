@@ -26,12 +26,12 @@ class FrozenWeights:
         """Exact sums, by name, of the frozen weights that have not changed since training began."""
 
     def begin(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Sum up the frozen weights when training begins; those that a checkpoint held have changed. Collective."""
+        """Sum the frozen weights when training begins; a weight that a checkpoint holds has changed. Collective."""
         names = [name for name in frozen_names(module, state) if self.base is None or name in self.base]
         self._unchanged = weight_sums(state, names, gather, rounded=False)
 
-    def look_again(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Sum up the frozen weights that have not changed, if others than at the last save. Collective."""
+    def update(self, module: nn.Module, state: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Find the frozen weights that are unchanged, and sum them if the last save left out others. Collective."""
         frozen = [name for name in frozen_names(module, state) if name in self._unchanged]
         now = weight_sums(state, frozen, gather, rounded=False)
         names = [name for name in frozen if now[name] == self._unchanged[name]]
@@ -49,13 +49,8 @@ class FrozenWeights:
 
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the names in the state_dict of the parameters that do not train, without buffers, which may change."""
-    frozen = [
-        f"{prefix}.{key}".removeprefix(".")
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-        if not parameter.requires_grad
-    ]
-    found = {*frozen}
+    parameters = module.named_parameters(remove_duplicate=False)
+    found = {name for name, parameter in parameters if not parameter.requires_grad}
     return [name for name in state if name in found or name.rpartition(".")[0] in found]  # a part of a quantized one
 
 
@@ -70,12 +65,20 @@ def weight_sums(
         rounded: round the weights to bfloat16 before, as frozen ones are under DeepSpeed. False: sums that show any
             change within a run.
     """
-    shards = [name for name in names if isinstance(state[name], Shard)]
-    parts = {name: _sum(value.local, rounded) if (value := state[name]).extent.numel else 0 for name in shards}
-    everywhere = gather(parts) if shards else []
-    full = {name: _sum(state[name], rounded) for name in names if name not in parts}
-    # Within 53 bits, as a sum is stored.
-    return {name: full.get(name, sum(part[name] for part in everywhere if name in part)) % 2**53 for name in names}
+    parts: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for name in names:
+        value = state[name]
+        if isinstance(value, Shard):
+            totals[name] = 0
+            parts[name] = _sum(value.local, rounded) if value.extent.numel else 0  # of a copy another process's counts
+        else:
+            totals[name] = _sum(value, rounded)
+    if parts:
+        for of_rank in gather(parts):
+            for name, part in of_rank.items():
+                totals[name] += part
+    return {name: total % 2**53 for name, total in totals.items()}  # 53 bits, as a sum is stored
 
 
 def _sum(value: torch.Tensor, rounded: bool) -> int:

@@ -155,6 +155,8 @@ class _Deserializer:
 
     def _default(self, content: list[Any], depth: int) -> Any:
         factory, items = self._pair(content, FACTORIES, "$default")
+        if not isinstance(items, list):
+            raise self._malformed("$default")
         return defaultdict(factory, self._items(items, depth))
 
     def _number(self, content: list[Any], depth: int) -> Any:
@@ -190,9 +192,9 @@ class _Deserializer:
     def _malformed(self, marker: str) -> CheckpointError:
         return self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
-    def _items(self, content: Any, depth: int) -> dict[Any, Any]:
+    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for item in content if isinstance(content, list) else [None]:
+        for item in content:
             if not isinstance(item, list) or len(item) != 2:
                 raise self._error("a dict holds something that is not a pair")
             key = self.decode(item[0], depth)
@@ -218,17 +220,13 @@ class _Deserializer:
 
     def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, FlatSlice], ...]:
         """Parse parts that together have as many elements as the tensor, all of them inside it."""
-        found = []
-        for part in parts if isinstance(parts, list) else [None]:
-            if not are_sizes(part) or len(part) != 5:
-                raise self._error(f"a part of the tensor {name!r:.100} is malformed")
-            found.append((part[0], FlatSlice(*part[1:])))
-        if len({number for number, _ in found}) != len(found):
-            raise self._error(f"two parts of the tensor {name!r:.100} are in one file")
-        outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
-        if outside or sum(extent.numel for _, extent in found) != numel:
+        if not isinstance(parts, list) or not all(are_sizes(part) and len(part) == 5 for part in parts):
+            raise self._error(f"a part of the tensor {name!r:.100} is malformed")
+        found = {part[0]: FlatSlice(*part[1:]) for part in parts}  # by the number of the file
+        outside = any(extent.end > numel or extent.overlaps_itself() for extent in found.values())
+        if outside or len(found) != len(parts) or sum(extent.numel for extent in found.values()) != numel:
             raise self._error(f"the parts of the tensor {name!r:.100} do not add up to it")
-        return tuple(found)
+        return tuple(found.items())
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")

@@ -46,14 +46,18 @@ class CheckpointDirectory:
 
         One with a damaged manifest is skipped, with a logged warning that names it.
         """
-        found = []
+        return [*self._infos()]
+
+    def _infos(self) -> dict[StoragePath, dict[str, Any]]:
+        """Return the infos of the checkpoints that `list` returns, in the same order."""
+        infos = {}
         for path in checkpoints_in(self.folder):
             manifest = manifest_or_damage(path)
             if isinstance(manifest, CheckpointError):
                 _log.warning("Skipping the checkpoint %s: %s", printable(path.name), manifest)
             else:
-                found.append((step_of(manifest.info), path.name, path))
-        return [path for _, _, path in sorted(found)]
+                infos[path] = manifest.info
+        return dict(sorted(infos.items(), key=lambda item: (step_of(item[1]), item[0].name)))
 
     def info(self, name: str | StoragePath) -> dict[str, Any]:
         """Return the `info` that was given when this checkpoint was written.
@@ -108,19 +112,26 @@ class CheckpointDirectory:
         """Return the latest checkpoint by step with all its files intact; read and hash them.
 
         A damaged checkpoint is skipped with a warning. A checkpoint with weights that are not finite is returned only
-        if there is no other, with a warning; one of weights only if no training can go on from another.
+        if no other is intact, with a warning; one with weights alone only if training cannot continue from another.
 
         Args:
             exclude: a checkpoint that was already checked.
         """
-        others = [path for path in reversed(self.list()) if exclude is None or path.name != exclude.name]
-        infos = {path.name: read_manifest(path).info for path in others}
-        nonfinite = {name for name, info in infos.items() if info.get("nonfinite")}
-        others.sort(key=lambda path: (path.name in nonfinite, bool(infos[path.name].get("weights_only"))))
-        found = next((path for path in others if self._is_intact(path)), None)
-        if found is not None and found.name in nonfinite:
-            _log.warning("The weights or optimizer states of %s are not finite, and there is no other", found.name)
-        return found
+        infos = self._infos()
+
+        def rank(path: StoragePath) -> tuple[bool, bool]:
+            return bool(infos[path].get("nonfinite")), bool(infos[path].get("weights_only"))
+
+        newest_first = [*reversed(infos)]
+        newest_first.sort(key=rank)
+        for path in newest_first:
+            if path != exclude and self._is_intact(path):
+                if infos[path].get("nonfinite"):
+                    _log.warning(
+                        "The weights or optimizer states of %s are not finite, and there is no other", path.name
+                    )
+                return path
+        return None
 
     def corruption_report(self) -> _Problems:
         """Return the damage of all checkpoints here, if none is intact; empty if there never was one."""
@@ -153,9 +164,11 @@ class CheckpointDirectory:
     def _find(self, wanted: str | StoragePath, before: frozenset[tuple[str, int]] | None) -> StoragePath:
         """Search once, as `resolve` does; raise CheckpointError also if "last" falls back while the entries change."""
         if str(wanted) == "last":
-            target = self._committed_after(self.pointer("last"))
-            if target and self._is_intact(target):
-                return target
+            target = self.pointer("last")
+            if target is not None:
+                target = self._committed_after(target)
+                if self._is_intact(target):
+                    return target
             if before is not None and self._entries() != before:
                 raise CheckpointError(f"the checkpoints in {self.folder} have changed")
             found = self.newest_valid(exclude=target)
@@ -163,7 +176,7 @@ class CheckpointDirectory:
                 return found
             raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
         given = as_storage_path(wanted)
-        paths = [given] if given.is_absolute() else [given, self.folder / str(wanted)]
+        paths = [given, self.folder / str(wanted)]
         if str(wanted) == "best":
             best = self.pointer("best")
             paths = [best] if best else []
@@ -214,28 +227,27 @@ class CheckpointDirectory:
         with reading(self.folder):
             return self._storage.remove_leftovers(self.folder, max_age)
 
-    def _committed_after(self, target: StoragePath | None) -> StoragePath | None:
+    def _committed_after(self, target: StoragePath) -> StoragePath:
         """Return the newest of the checkpoints committed after `target` whose process could not update the pointer."""
-        if target is None:
-            return None
-        manifest = manifest_or_damage(target)
-        own = {} if isinstance(manifest, CheckpointError) else manifest.info
-        step, alone = step_of(own), own.get("weights_only")
-        infos = {path.name: read_manifest(path).info for path in self.list() if path.name != target.name}
-        found = target
+        infos = self._infos()
+        own = infos.pop(target, {})  # nothing is known of a damaged one
+        # After a full checkpoint, one with weights alone lacks what could not be stored.
+        candidates = {
+            path: info
+            for path, info in infos.items()
+            if info.get("weights_only") == own.get("weights_only") and not info.get("nonfinite")
+        }
         while True:
             # The name may also be an older checkpoint's, which was replaced.
-            next_ones = [
-                (step_of(info), name)
-                for name, info in infos.items()
-                if info.get("follows") == found.name and step_of(info) >= step and not info.get("nonfinite")
-                # After a full checkpoint one with weights alone lacks what could not be stored.
-                if info.get("weights_only") == alone
+            followers = [
+                path
+                for path, info in candidates.items()
+                if info.get("follows") == target.name and step_of(info) >= step_of(own)
             ]
-            name = next((one for _, one in sorted(next_ones, reverse=True) if self._is_intact(self.folder / one)), None)
-            if name is None:
-                return found
-            found, step = self.folder / name, step_of(infos.pop(name))
+            newest = next((path for path in reversed(followers) if self._is_intact(path)), None)
+            if newest is None:
+                return target
+            target, own = newest, candidates.pop(newest)
 
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)

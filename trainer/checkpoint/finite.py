@@ -17,7 +17,7 @@ _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def floating_tensors(
     state: Any, prefix: str, shards_only: bool = False, numbers: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point and complex tensors of a state by name; of a sharded one the local shard.
+    """Yield the floating-point and complex tensors of a state by name; for a sharded tensor, its local shard.
 
     Args:
         state: nested dicts, lists and tuples.
@@ -30,7 +30,7 @@ def floating_tensors(
         name, value = waiting.pop()
         if isinstance(value, (dict, list, tuple)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}.{key}" if name else str(key), one) for key, one in items][::-1]
+            waiting += [(f"{name}.{key}", one) for key, one in items][::-1]
             continue
         if isinstance(value, Shard):
             value = value.local

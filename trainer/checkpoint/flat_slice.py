@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class FlatSlice:
     @property
     def end(self) -> int:
         """Position after the last element."""
-        return self.start + (self.count - 1) * self.stride + self.length if self.count else self.start
+        return self.start + (self.count - 1) * self.stride + self.length
 
     def overlaps_itself(self) -> bool:
         """Return True if an element is in several runs."""
@@ -62,47 +61,26 @@ class FlatSlice:
 EMPTY_SLICE = FlatSlice(0, 0)
 
 
-def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> FlatSlice:
-    """Return the elements of a box in a tensor of this shape, narrower than the tensor in one dimension or in two
-    adjacent ones.
-
-    Raises:
-        ValueError: it is narrower in other dimensions.
-    """
-    if math.prod(lengths) == 0:
-        return EMPTY_SLICE
-    narrow = [d for d in range(len(shape)) if lengths[d] != shape[d]]
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    if not narrow:
-        return FlatSlice(0, math.prod(shape))
-    inner = narrow[-1]
-    outside = [d for d in range(inner) if lengths[d] != 1]
-    # The runs are evenly spaced when each dimension around them, except the outermost, is full.
-    if any(strides[d] != lengths[e] * strides[e] for d, e in itertools.pairwise(outside)):
-        raise ValueError(f"the elements of a box of {tuple(lengths)} in {tuple(shape)} are not evenly spaced")
-    stride = strides[outside[-1]] if outside else 0
-    return FlatSlice(start, lengths[inner] * strides[inner], stride, math.prod(lengths[:inner]))
-
-
 def slice_of_grid(shape: Sequence[int], along: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> FlatSlice:
     """Return the elements at some positions along each dimension of a tensor of this shape.
 
     Raises:
         ValueError: they are not evenly spaced, or in another order than in the tensor.
     """
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    if any(len(indices) == 0 for indices in along):
+        return EMPTY_SLICE
     narrow = max((d for d in range(len(shape)) if len(along[d]) != shape[d]), default=-1)
     if narrow == -1:
         return FlatSlice(0, math.prod(shape))
-    starts = np.zeros(1, dtype=np.int64)
-    for indices, stride in zip(along[: narrow + 1], strides, strict=False):
-        starts = (starts[:, None] + indices * stride).ravel()
     # Neighbours in the innermost of these dimensions are one run.
-    first = np.flatnonzero(np.diff(starts, prepend=starts[0] - 2 * strides[narrow]) != strides[narrow])
-    lengths = np.diff(first, append=len(starts))
-    gaps = np.diff(starts[first])
+    inner = along[narrow]
+    first = np.flatnonzero(np.diff(inner, prepend=inner[0] - 2) != 1)
+    lengths = np.diff(first, append=len(inner))
+    starts = np.zeros(1, dtype=np.int64)
+    for d, indices in enumerate([*along[:narrow], inner[first]]):
+        starts = (starts[:, None] + indices * math.prod(shape[d + 1 :])).ravel()
+    gaps = np.diff(starts)
     if len(set(lengths.tolist())) > 1 or len(set(gaps.tolist())) > 1 or (gaps <= 0).any():
         raise ValueError(f"the elements of a part of a tensor of {tuple(shape)} are not evenly spaced")
-    length = int(lengths[0]) * strides[narrow]
-    return FlatSlice(int(starts[0]), length, int(gaps[0]) if len(gaps) else 0, len(first))
+    length = int(lengths[0]) * math.prod(shape[narrow + 1 :])
+    return FlatSlice(int(starts[0]), length, int(gaps[0]) if len(gaps) else 0, len(starts))

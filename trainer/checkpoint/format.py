@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
 from trainer.checkpoint.shards import StoredTensor
 from trainer.checkpoint.storage import StoragePath, check_entry, open_entry, reading, storage_of
-from trainer.errors import CheckpointError, did_you_mean
+from trainer.errors import CheckpointError
 
 
 def read_checkpoint(
@@ -35,20 +35,16 @@ def read_checkpoint(
 
     Args:
         path: the checkpoint's directory.
-        keys: read only these top-level keys, without opening the files of the others.
+        keys: read only these of the checkpoint's top-level keys, without opening the files of the others.
         verify: check the hashes of the files while reading them. Sizes and structure are always checked.
 
     Raises:
-        CheckpointError: there is no valid checkpoint (names the file that is wrong), or it has no such key.
+        CheckpointError: there is no valid checkpoint; the message names the file that is wrong.
     """
     manifest = read_manifest(path)
-    folder, data = manifest.folder, read_data(manifest, verify)
-    for key in keys or ():
-        if key not in data:
-            raise CheckpointError(f"{folder} has no {key!r}.{did_you_mean(key, data)} It has: {', '.join(data)}.")
     return {
-        key: _read_key(folder, manifest, key, content, verify)
-        for key, content in data.items()
+        key: _read_key(manifest, key, content, verify)
+        for key, content in read_data(manifest, verify).items()
         if keys is None or key in keys
     }
 
@@ -74,24 +70,28 @@ def open_checkpoint(
         if problems:
             raise CheckpointError("\n".join(problems))
     return {
-        key: _open_key(folder, manifest, key, content)
+        key: _open_key(manifest, key, content)
         if lazy is None or key in lazy
-        else _read_key(folder, manifest, key, content, False)
+        else _read_key(manifest, key, content, False)
         for key, content in read_data(manifest, verify).items()
     }
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
+_Files = dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]]
+"""For each file of a key the tensors expected in its header, and the elements of sharded tensors in it."""
 
-def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
+
+def _read_key(manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
+    folder = manifest.folder
     infos, value = _infos(folder, key, content)
-    files = _files_of(folder, manifest, infos, key)
+    files = _files_of(manifest, infos, key)
     if not files:
         return value
     sharded = [info for info in infos.values() if info.parts]
     if sharded:  # before their memory is allocated; other tensors are allocated file by file
-        _check_sizes(folder, manifest, files)
+        _check_sizes(manifest, files)
     tensors = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in sharded}
     for name, (expected, extents) in files.items():
         entry = manifest.files[name]
@@ -105,9 +105,10 @@ def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, v
     return deserialize(content, lambda info: tensors[info.name], location(folder, key))
 
 
-def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -> Any:
+def _open_key(manifest: Manifest, key: str, content: Any) -> Any:
+    folder = manifest.folder
     infos, value = _infos(folder, key, content)
-    files = _files_of(folder, manifest, infos, key)
+    files = _files_of(manifest, infos, key)
     if not files:
         return value
     parts: dict[str, list[FilePart]] = {name: [] for name in infos}
@@ -135,11 +136,8 @@ def _infos(folder: StoragePath, key: str, content: Any) -> tuple[dict[str, Tenso
     return infos, deserialize(content, note, location(folder, key))
 
 
-def _files_of(
-    folder: StoragePath, manifest: Manifest, infos: dict[str, TensorInfo], key: str
-) -> dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]]:
-    """Return for each file the tensors expected in its header, and the elements of sharded tensors in it."""
-    files: dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]] = {}
+def _files_of(manifest: Manifest, infos: dict[str, TensorInfo], key: str) -> _Files:
+    files: _Files = {}
     for name in manifest.files:
         if name.partition(".")[0] == key and name != DATA_FILE:
             files[name] = ({}, {})
@@ -152,20 +150,18 @@ def _files_of(
             extents[info.name] = extent
     for name in files:
         if name not in manifest.files:
-            raise CheckpointError(f"{location(folder, key)} refers to tensors, but the manifest has no {name:.150}")
+            place = location(manifest.folder, key)
+            raise CheckpointError(f"{place} refers to tensors, but the manifest has no {name:.150}")
     return files
 
 
-def _check_sizes(
-    folder: StoragePath, manifest: Manifest, files: Mapping[str, tuple[dict[str, TensorInfo], Any]]
-) -> None:
+def _check_sizes(manifest: Manifest, files: _Files) -> None:
     """Check that the files are there, and large enough for the tensors in them."""
     for name, (expected, _) in files.items():
-        problem = check_entry(folder / name, manifest.files[name], hashing=False)
-        if problem is None and sum(info.bytes for info in expected.values()) > manifest.files[name].bytes:
-            problem = f"{folder / name} is too short for its tensors: it is damaged"
-        if problem is not None:
-            raise CheckpointError(problem)
+        path, entry = manifest.folder / name, manifest.files[name]
+        with open_entry(path, entry, hashing=False):
+            if sum(info.bytes for info in expected.values()) > entry.bytes:
+                raise CheckpointError(f"{path} is too short for its tensors: it is damaged")
 
 
 def part_file(key: str, rank: int) -> str:
@@ -190,7 +186,7 @@ class FilePart(NamedTuple):
             # The first own run that ends after `first`, and the first one that begins at or after `end`.
             low = max(0, (first - own.start - own.length) // stride + 1)
             high = min(own.count, -(-(end - own.start) // stride))
-            for run in range(low, high) if own.count > 1 else range(1):
+            for run in range(low, high):
                 start = own.start + run * own.stride
                 begin, stop = max(first, start), min(end, start + own.length)
                 if begin < stop:
@@ -206,9 +202,6 @@ class FileTensor(StoredTensor):
         self.dtype = dtype
         self._parts = parts
 
-    def __repr__(self) -> str:
-        return f"FileTensor({self.name!r}, shape={self.shape}, dtype={self.dtype})"
-
     @classmethod
     def joined(cls, name: str, shape: tuple[int, ...], pieces: Sequence[FileTensor]) -> FileTensor:
         """Return a tensor of this shape that joins complete tensors, one after the other."""
@@ -220,15 +213,17 @@ class FileTensor(StoredTensor):
         return cls(name, shape, pieces[0].dtype, parts)
 
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
-        wanted = FlatSlice(0, math.prod(self.shape)) if extent is None else extent
-        result = torch.zeros(wanted.numel, dtype=self.dtype)
+        if extent is None:
+            return self.read(FlatSlice(0, math.prod(self.shape))).reshape(self.shape)
+        result = torch.zeros(extent.numel, dtype=self.dtype)
         memory, size = flat_bytes(result).numpy().data, self.dtype.itemsize
         for part in self._parts:
-            runs = list(part.overlaps(wanted))
-            with _open(part.path) if runs else nullcontext() as file:
-                for source, target, length in runs:
-                    _read_into(file, part, source * size, memory[target * size : (target + length) * size])
-        return result if extent is not None else result.reshape(self.shape)
+            runs = list(part.overlaps(extent))
+            if runs:
+                with _open(part.path) as file:
+                    for source, target, length in runs:
+                        _read_into(file, part, source * size, memory[target * size : (target + length) * size])
+        return result
 
 
 @contextmanager
@@ -246,7 +241,7 @@ def _read_into(file: Any, part: FilePart, offset: int, view: memoryview) -> None
 
 
 def evaluated_weights(checkpoint: Mapping[str, Any]) -> Any:
-    """Return the weights of a checkpoint for evaluation: of an optimizer that trains with others, its averages."""
+    """Return a checkpoint's weights for evaluation: the averages, if the optimizer trains with other weights."""
     if checkpoint.get("evaluated") != "average":
         return checkpoint.get("model")
     return {**checkpoint["model"], **checkpoint["average"]}

@@ -25,7 +25,9 @@ _MAXIMA = {
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _DEVICES = ("cuda", "mps", "xpu")
-_TORCH_BYTES, _TORCH_WORDS = 5056, 624
+_TORCH = Array(torch.uint8, (5056,))
+"""The state of torch's generator on a CPU."""
+_TORCH_WORDS = 624
 
 
 def check_rng_state(state: Any, where: str, device: torch.device | None = None) -> None:
@@ -72,16 +74,15 @@ def check_torch_states(data: Any, where: str) -> None:
     Raises:
         CheckpointError: such a tensor is not a valid state.
     """
-    if isinstance(data, torch.Tensor):
-        if data.dtype == torch.uint8 and data.shape == (_TORCH_BYTES,):
-            _refuse(_torch_problem(data), where)
+    if _TORCH.fits(data):
+        _refuse(_torch_problem(data), where)
     elif isinstance(data, (dict, list, tuple)):
         for one in data.values() if isinstance(data, dict) else data:
             check_torch_states(one, where)
 
 
 def _torch_problem(state: Any) -> str | None:
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.shape != (_TORCH_BYTES,):
+    if not _TORCH.fits(state):
         return "'torch' is not the state of a generator"
     # It begins with a struct {uint64 seed; int left; int seeded; uint64 next; ...}. torch checks the range of each
     # number, but not that `left` and `next` fit together: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/CPUGeneratorImpl.cpp
@@ -106,7 +107,7 @@ def _numpy_problem(state: Any) -> str | None:
 
 
 def _kind_of(like: Any, name: str = "") -> Kind:
-    """Return the kind of the states that have the structure of another one."""
+    """Return the kind (see `schema.Kind`) of the states that have the structure of `like`."""
     if isinstance(like, dict):
         return {key: _kind_of(one, key) for key, one in like.items()}
     if isinstance(like, np.ndarray) and like.dtype == np.uint32:

@@ -1,4 +1,4 @@
-"""A checkpoint as the hooks of users get it: under Lightning's keys, too, with their own entries kept apart."""
+"""The checkpoint that users' hooks get: also under Lightning's keys, with the hooks' entries kept separate."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class HookCheckpoint(dict[str, Any]):
 
 
 def entries_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the trainer's own entries of what a hook has got."""
+    """Return the trainer's entries of a checkpoint that a hook was given."""
     return checkpoint.entries if isinstance(checkpoint, HookCheckpoint) else checkpoint
 
 
 @contextmanager
 def saved_by_hooks(entries: dict[str, Any]) -> Iterator[HookCheckpoint]:
-    """Give hooks the entries to be written, and keep apart what they add."""
+    """Give hooks the entries to be written, and keep what they add separate."""
     yield (checkpoint := HookCheckpoint(entries))
     if changed := checkpoint.changed():
         entries[ADDED] = changed

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from trainer.checkpoint.async_writer import BackgroundWriter, being_written
@@ -62,6 +61,13 @@ class Listed:
         kept = {name: value for name, value in self.kept.items() if name not in names}
         return Listed(kept, [name for name in self.nonfinite if name in kept], self.last, self.step)
 
+    def plus(self, name: str, value: float | None, step: int, finite: bool) -> Listed:
+        """Return the list with a new checkpoint at its end."""
+        kept = {**self.kept, name: value}
+        if finite:
+            return Listed(kept, self.nonfinite, name, step)
+        return Listed(kept, [*self.nonfinite, name], self.last, step)
+
 
 class KeptCheckpoints:
     """The checkpoints of one ModelCheckpoint in a folder. Other checkpoints there are never replaced or deleted.
@@ -92,7 +98,7 @@ class KeptCheckpoints:
         """The checkpoints to delete when the newest one is committed."""
         self._undeleted: list[str] = []
         """Obsolete checkpoints that could not be deleted, and what failed writes may have left; on rank 0."""
-        self._left: set[str] = set()
+        self._written_later: set[str] = set()
         """Names of checkpoints that this run wrote after the one it was resumed from: it writes them again."""
         self._writes = 0
         self._sent: list[str] = []  # keys of the exchanges of background writes
@@ -120,16 +126,9 @@ class KeptCheckpoints:
         paths = [self.folder / name for name in (self.listed.last, self.before.last) if name]
         return next((path for path in paths if is_committed(path)), None)
 
-    def words_of_the_former(self) -> str:
+    def describe_former(self) -> str:
         """Return a sentence about the checkpoint before the newest write, for the message that this has failed."""
-        last = self.before.last
-        if last is None:
-            return "There is none yet."
-        try:
-            there = is_committed(self.folder / last)
-        except CheckpointError:
-            there = False
-        return f"The last checkpoint is still {last}." if there else f"The last checkpoint was {last}; it is not found."
+        return f"The last checkpoint that was written: {self.before.last or 'none'}."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the list for a checkpoint, with what could not be deleted: a resumed run tries again."""
@@ -164,7 +163,7 @@ class KeptCheckpoints:
         for name in own:
             if name not in kept and (steps[name] == step or infos[name].get("nonfinite")):
                 kept[name] = values.get(name)
-        self._left = {name for name in own if same_run and steps[name] > step and name not in kept}
+        self._written_later = {name for name in own if same_run and steps[name] > step and name not in kept}
         nonfinite = [name for name in kept if infos[name].get("nonfinite")]
         last = next((name for name in (self.listed.last, state["last"]) if name in kept), None)
         newest = max([state["saved_step"], *(int(steps[name]) for name in kept if steps[name] <= step)])
@@ -194,9 +193,8 @@ class KeptCheckpoints:
         """Return the checkpoints to delete for a new one, including "", the new one, if it is not worth keeping."""
         newest, nonfinite = self.listed.newest, self.listed.nonfinite
         replaced = [newest] if again and newest is not None and (finite or newest in nonfinite) else []
-        others = self.listed.without(replaced)
-        not_finite = [*others.nonfinite] if finite else [*others.nonfinite, ""]
-        return self._retention.to_delete({**others.kept, "": value}, not_finite) + replaced
+        with_new = self.listed.without(replaced).plus("", value, self.listed.step, finite)
+        return self._retention.to_delete(with_new.kept, with_new.nonfinite) + replaced
 
     def free_name(self, name: str) -> str | WriteError:
         """Return the name for the new checkpoint, with a version if it is taken; called on rank 0.
@@ -213,12 +211,9 @@ class KeptCheckpoints:
 
     def add(self, name: str, value: float | None, step: int, finite: bool) -> dict[str, Any]:
         """Enter the new checkpoint into the list; return the entries of its info that identify it."""
+        self.listed = self.listed.without([name]).plus(name, value, step, finite)
         # A process that was killed before it could set "last" leaves a checkpoint that follows the one there.
-        about = {"follows": self.before.last, "owner": self._owner, "name": name}
-        others = self.listed.without([name])
-        nonfinite = [*others.nonfinite] if finite else [*others.nonfinite, name]
-        self.listed = Listed({**others.kept, name: value}, nonfinite, name if finite else others.last, step)
-        return about
+        return {"follows": self.before.last, "owner": self._owner, "name": name}
 
     def _is_free(self, name: str) -> bool:
         path = self.folder / name
@@ -226,7 +221,7 @@ class KeptCheckpoints:
             return False
         if not storage_of(path).path_in_use(path):
             return True
-        return name in {*self._obsolete, *self._left} and self._own_info(path) is not None
+        return name in {*self._obsolete, *self._written_later} and self._own_info(path) is not None
 
     def write(
         self,
@@ -247,12 +242,19 @@ class KeptCheckpoints:
         Raises:
             WriteError: the checkpoint or a pointer cannot be written. In the background the writer has the error.
         """
-        name = self.listed.newest or ""
-        path, overwrite = self.folder / name, name in {*self._obsolete, *self._left}
+        name = [*self.listed.kept][-1]
+        path, overwrite = self.folder / name, name in {*self._obsolete, *self._written_later}
         # Earlier checkpoints may have what this one had to leave out.
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None
-        commit = partial(self._commit, name, last, self.best, moves_best, obsolete, group.rank == 0, time.monotonic())
+        best, begun = self.best, time.monotonic()
+
+        def commit() -> None:
+            self.write_seconds = time.monotonic() - begun
+            if group.rank == 0:
+                self._set_pointers(name, last, best, moves_best)
+                self._delete(obsolete, name)
+
         if self.writer is None:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             commit()
@@ -261,19 +263,7 @@ class KeptCheckpoints:
         thread_group = group_of_thread(f"writing/{path}/{self._writes}", self._sent)
         self.writer.start(path, state, info, commit, group, thread_group, overwrite)
 
-    def _commit(
-        self,
-        name: str,
-        last: str | None,
-        best: str | None,
-        moves_best: bool,
-        obsolete: list[str],
-        is_first: bool,
-        begun: float,
-    ) -> None:
-        self.write_seconds = time.monotonic() - begun
-        if not is_first:
-            return
+    def _set_pointers(self, name: str, last: str | None, best: str | None, moves_best: bool) -> None:
         directory = CheckpointDirectory(self.folder)
         try:
             if last is not None:
@@ -282,12 +272,15 @@ class KeptCheckpoints:
                 directory.set_pointer("best", best)
         except (WriteError, ReadError) as error:
             raise WriteError(f"{self.folder / name} was written, and {reason(error)}. 'last' finds it.") from error
+
+    def _delete(self, obsolete: list[str], newest: str) -> None:
+        """Delete checkpoints, also those whose deletion failed before; keep the names that still have to be deleted."""
         before, self._undeleted = self._undeleted, []
         for old in dict.fromkeys([*before, *obsolete]):
             try:
                 # Another callback may have taken the name of a checkpoint that is gone.
-                if old != name and self._own_info(self.folder / old) is not None:
-                    directory.remove(old)
+                if old != newest and self._own_info(self.folder / old) is not None:
+                    CheckpointDirectory(self.folder).remove(old)
             except CheckpointError as error:
                 self._undeleted.append(old)
                 if old not in before:

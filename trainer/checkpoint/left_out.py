@@ -17,7 +17,7 @@ log = logging.getLogger("trainer")
 
 LEFT_OUT = "left_out"
 """The names, in the info of a checkpoint, of what it could not hold."""
-_APART = {"callbacks": 1, "added": 1, "model": 1, "data": 0, "hyperparameters": 2, "engine": 2}
+_REMOVABLE = {"callbacks": 1, "added": 1, "model": 1, "data": 0, "hyperparameters": 2, "engine": 2}
 """Entries that may lack a part, and the number of keys that lead to the part; 0: the whole entry."""
 
 
@@ -67,7 +67,7 @@ def _take_all_out(
     state: dict[str, Any], info: dict[str, Any], refused: UnstorableError, weights_alone: Mapping[str, Any]
 ) -> list[str]:
     """Take what cannot be stored out of a state, and note it in its info; return its names."""
-    needed = {path[0] for path, _ in refused.refused} - _APART.keys()
+    needed = {path[0] for path, _ in refused.refused} - _REMOVABLE.keys()
     if not needed <= weights_alone.keys():
         raise refused
     info[LEFT_OUT] = left_out = [*dict.fromkeys(_take_out(state, *path) for path, _ in refused.refused)]
@@ -79,7 +79,7 @@ def _take_all_out(
 
 def _take_out(state: dict[str, Any], key: str, *path: Any) -> str:
     """Take the part at a path out of a state; return its name."""
-    parts, owner = [key, *path[: _APART.get(key, 0)]], state
+    parts, owner = [key, *path[: _REMOVABLE.get(key, 0)]], state
     for part in parts[:-1]:
         owner = owner.get(part, {})  # another process may have found it, in a part that this one lacks
     if parts == [key]:

@@ -167,29 +167,30 @@ def require_committed(folder: StoragePath) -> StoragePath:
 
 
 def _parse_manifest(body: dict[str, Any], where: str, folder: StoragePath) -> Manifest:
-    inner, names = body.pop("folder", None), {"format", "version", "info", "files"}
-    info, files, version = body.get("info"), body.get("files"), body.get("version")
-    algorithm = ALGORITHMS.get(version, "") if type(version) is int and body.keys() == names else ""
-    is_known = algorithm and (inner is None or (isinstance(inner, str) and _INNER.fullmatch(inner)))
-    if not is_known or not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
-    entries = {}
+    malformed = f"{where} does not have the entries of a manifest"
+    inner, version, files = body.pop("folder", None), body.get("version"), body.get("files")
+    if inner is not None and not _INNER.fullmatch(str(inner)):
+        raise CheckpointError(malformed)
+    if type(version) is not int or version not in ALGORITHMS or body.keys() != {"format", "version", "info", "files"}:
+        raise CheckpointError(malformed)
+    if not isinstance(files, dict) or DATA_FILE not in files:
+        raise CheckpointError(malformed)
+    algorithm, entries = ALGORITHMS[version], {}
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
-        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        size, checksum = known.get("bytes", -1), known.get(algorithm)
-        if not are_sizes([size]) or not isinstance(checksum, str):
+        is_entry = isinstance(entry, dict) and are_sizes([entry.get("bytes")]) and isinstance(entry.get(algorithm), str)
+        if not is_entry:
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
-        entries[name] = FileEntry(size, checksum, algorithm)
+        entries[name] = FileEntry(entry["bytes"], entry[algorithm], algorithm)
 
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{where}: its info refers to a tensor")
 
-    info = deserialize(info, refuse, where)
+    info = deserialize(body["info"], refuse, where)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{where} does not have the entries of a manifest")
-    return Manifest(info, entries, folder / inner if inner else folder)
+        raise CheckpointError(malformed)
+    return Manifest(info, entries, folder if inner is None else folder / inner)
 
 
 def read_data(manifest: Manifest, verify: bool) -> dict[str, Any]:

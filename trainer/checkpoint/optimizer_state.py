@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
-from trainer.errors import CheckpointError, first_of
+from trainer.errors import CheckpointError
 from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside, parameters_of
 
@@ -56,28 +56,39 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     names = names_by_group(module, optimizer)
     state = optimizer.state_dict()
-    position_to_name = dict(enumerate(chain.from_iterable(names)))
+    name_at = dict(enumerate(chain.from_iterable(names)))
     packed = state.get("state", {})
-    own = getattr(optimizer, "state", {})
-    if taken := [key for key in own if type(key) is int and key in position_to_name]:
+    taken = getattr(optimizer, "state", {}).keys() & name_at.keys()
+    if taken:
+        position = min(taken)
         raise CheckpointError(
-            f"{type(optimizer).__name__} has the key {taken[0]} in its state, and state_dict() uses this number for"
-            f" {position_to_name[taken[0]]}, whose state would be lost. Use a text as key."
+            f"{type(optimizer).__name__} has the key {position} in its state, and state_dict() uses this number for "
+            f"{name_at[position]}, whose state would be lost. Use a text as key."
         )
     groups = zip(state.get("param_groups", optimizer.param_groups), names, strict=True)
+    states: dict[str, Any] = {}
+    common: dict[Any, Any] = {}
+    for key, value in packed.items():
+        if key in name_at:
+            states[name_at[key]] = in_full_precision(value)
+        else:
+            common[key] = value
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def by_name(key: Any) -> Any:
+        """Return the key to store in place of a parameter or its id."""
+        kind, number = ("id", key) if type(key) is int else ("parameter", id(key))
+        return (kind, name_of[number]) if number in name_of else key
+
     saved = {
         "kind": type(optimizer).__name__,
-        "state": {position_to_name[key]: in_full_precision(v) for key, v in packed.items() if key in position_to_name},
+        "state": states,
         "param_groups": [{**options_of(group), "params": group_names} for group, group_names in groups],
     }
-    name_of: dict[Any, str] = {parameter: name for name, parameter in module.named_parameters()}
-    # Two dicts: a parameter has its id as its hash, and cannot be compared with a number.
-    by_parameter = {parameter: ("parameter", name) for parameter, name in name_of.items()}
-    by_id = {id(parameter): ("id", name) for parameter, name in name_of.items()}
     more = {
-        "common": {key: value for key, value in packed.items() if key not in position_to_name},
-        "extra": _with_keys(extra_of(state), lambda key: (by_id if type(key) is int else by_parameter).get(key, key)),
-        "parts": _parts(optimizer, packed, {name: position for position, name in position_to_name.items()}, name_of),
+        "common": common,
+        "extra": _with_keys(extra_of(state), by_name),
+        "parts": _parts(optimizer, packed, {name: position for position, name in name_at.items()}, name_of),
     }
     return {**saved, **{key: value for key, value in more.items() if value}}
 
@@ -106,22 +117,25 @@ def refuse_own_tensors(optimizer: Optimizer, state: Mapping[str, Any], where: st
 
 
 def _parts(
-    optimizer: Optimizer, packed: Mapping[Any, Any], position_of: Mapping[str, int], name_of: Mapping[Any, str]
+    optimizer: Optimizer, packed: Mapping[Any, Any], position_of: Mapping[str, int], name_of: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return what the optimizers inside this one, and it itself, have and the states of its `state_dict` lack."""
     parts: dict[str, Any] = {}
+    own_groups = {*map(id, optimizer.param_groups)}
     for path, part in optimizers_inside(optimizer).items():
         found: dict[str, Any] = {"state": {}, "common": {}, "param_groups": []}
         for key, value in getattr(part, "state", {}).items():
             if not isinstance(key, torch.Tensor):
                 if packed.get(key) is not value:
                     found["common"][key] = value
-            elif value != {} and not _is_within(value, packed.get(position_of.get(name_of.get(key, ""), -1))):
-                if key not in name_of:
-                    raise CheckpointError(_not_in(part, key, "the module"))
-                found["state"][name_of[key]] = in_full_precision(value)
-        shared = {id(group) for group in (optimizer if path else part).param_groups}
-        if any(id(group) not in shared for group in part.param_groups):
+                continue
+            name = name_of.get(id(key), "")
+            if value == {} or _is_within(value, packed.get(position_of.get(name))):
+                continue
+            if not name:
+                raise CheckpointError(_not_in(part, key, "the module"))
+            found["state"][name] = in_full_precision(value)
+        if not own_groups.issuperset(map(id, part.param_groups)):
             found["param_groups"] = [options_of(group) for group in part.param_groups]
         if any(found.values()):
             parts[path] = {key: value for key, value in found.items() if value}
@@ -210,19 +224,16 @@ def state_by_position(
     """
     groups = matching_groups(module, optimizer, state)
     parameters = dict(module.named_parameters())
-
     order = [name for group in groups for name in group["params"]]
-    position = {name: i for i, name in enumerate(order)}
-    if unknown := state["state"].keys() - position.keys():
-        raise CheckpointError(
-            f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} has not"
-        )
+    position = {name: number for number, name in enumerate(order)}
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
-
     given = {
         "state": {
-            **{position[name]: _fitted(take, parameters[name], values) for name, values in state["state"].items()},
+            **{
+                position[name]: _ready_to_load(take, parameters[name], values)
+                for name, values in state["state"].items()
+            },
             **_placed(state.get("common", {}), current.get("state", {}), in_order, take),
         },
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
@@ -231,15 +242,15 @@ def state_by_position(
     parts = {}
     for path, part in state.get("parts", {}).items():
         states = {parameters[name]: one for name, one in part.get("state", {}).items() if name in parameters}
-        parts[path] = {**part, "state": {like: _fitted(take, like, values) for like, values in states.items()}}
+        parts[path] = {**part, "state": {like: _ready_to_load(take, like, values) for like, values in states.items()}}
     return {
         **{key: value for key, value in given.items() if key in current or key not in ("state", "param_groups")},
-        "dtypes": {position[name]: state["dtypes"][name] for name in order if name in state.get("dtypes", ())},
+        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items()},
         "parts": parts,
     }
 
 
-def _fitted(take: Take, like: torch.Tensor, values: Any) -> Any:
+def _ready_to_load(take: Take, like: torch.Tensor, values: Any) -> Any:
     """Return the state of a parameter with its tensors, at any depth, ready to be loaded."""
     return tree_map_only((torch.Tensor, StoredTensor), lambda value: with_strides_of(like, take(like, value)), values)
 
@@ -262,7 +273,9 @@ def _placed(saved: Any, current: Any, parameters: Sequence[torch.Tensor], take: 
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
         alike = (p for p in parameters if tuple(p.shape) == tuple(value.shape) and p.numel() > 1)
-        like = one if isinstance(one := now.get(path), torch.Tensor) else next(alike, None)
+        like = now.get(path)
+        if not isinstance(like, torch.Tensor):
+            like = next(alike, None)
         return materialize(value) if like is None else take(like, value).to(like.device)
 
     return tree_map_with_path(place, saved)
@@ -298,32 +311,29 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     groups = [(one, one.param_groups, [*one.param_groups]) for one in parts.values() if "param_groups" in vars(one)]
     optimizer.load_state_dict({key: value for key, value in state.items() if key not in ("dtypes", "parts")})
     for one, kept, before in groups:
-        _take_ids_for_parameters(one)
+        _move_states_from_ids(one)
         _keep_groups(one, kept, before)
     parameters = parameters_of([optimizer])
-    _take_unrounded(optimizer, [*parts.values()], parameters, state)
+    _restore_dtypes(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
-        if path not in parts:
-            raise CheckpointError(
-                f"the checkpoint has a state of {type(optimizer).__name__}.{path}, an optimizer in it"
-            )
         _load_part(parts[path], saved, dtype_of)
     for part in parts.values():
         quantize_again(part)
 
 
-def _take_unrounded(
+def _restore_dtypes(
     optimizer: Optimizer, parts: Sequence[Any], parameters: Sequence[torch.Tensor], state: Mapping[str, Any]
 ) -> None:
     """Put the saved tensors where torch has rounded tensors whose dtype the optimizer chose."""
     loaded = optimizer.state_dict().get("state", {})  # of an optimizer around another one, the other's
     saved = state.get("state", {})
     for position, parameter in enumerate(parameters):
-        before, dtype = loaded.get(position), state["dtypes"].get(position)
-        for part in parts if before is not None and position in saved else ():
-            if vars(part).get("state", {}).get(parameter) is before:
-                part.state[parameter] = _unrounded(before, saved[position], parameter.dtype, dtype)
+        if position in saved and position in loaded:
+            before, dtype = loaded[position], state["dtypes"].get(position)
+            for part in parts:
+                if vars(part).get("state", {}).get(parameter) is before:
+                    part.state[parameter] = _with_saved_dtypes(before, saved[position], parameter.dtype, dtype)
 
 
 def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, Any]]) -> None:
@@ -331,16 +341,15 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
 
     Torch has made new ones, and nested optimizers share them.
     """
-    now = [*optimizer.param_groups]
-    for old, new in zip(groups, now, strict=False):
+    for old, new in zip(groups, [*optimizer.param_groups], strict=True):
         options = {**new, **{option: value for option, value in old.items() if is_generator(value)}}
         old.clear()
         old.update(options)
-    kept[:] = [*groups[: len(now)], *now[len(groups) :]]
+    kept[:] = groups
     optimizer.param_groups = kept
 
 
-def _take_ids_for_parameters(optimizer: Optimizer) -> None:
+def _move_states_from_ids(optimizer: Optimizer) -> None:
     """Give states that were loaded by `id(parameter)` to the parameters, whose hashes are the ids."""
     ids = {id(parameter): parameter for parameter in parameters_of([optimizer])}
     state: dict[Any, Any] = vars(optimizer).get("state", {})
@@ -367,7 +376,7 @@ def _load_part(optimizer: Optimizer, saved: Mapping[str, Any], dtypes: Mapping[i
     optimizer.state.update(in_memory(saved.get("common", {})))
 
 
-def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
+def _with_saved_dtypes(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
     """Return a loaded state, at any depth, with the saved tensors in place of those that torch has rounded.
 
     Args:
@@ -452,9 +461,10 @@ def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
 def _shapes(states: Mapping[str, Any]) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """Yield the name of the parameter, the key and the shape of each tensor in the states of parameters."""
     for name, values in states.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, (torch.Tensor, StoredTensor)):
-                yield name, key, tuple(value.shape)
+        if isinstance(values, dict):
+            for key, value in values.items():
+                if isinstance(value, (torch.Tensor, StoredTensor)):
+                    yield name, key, tuple(value.shape)
 
 
 def matching_groups(
@@ -477,11 +487,10 @@ def matching_groups(
     names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
-        ours, theirs = {*chain.from_iterable(names)}, {*chain.from_iterable(saved)}
-        difference = sorted(ours ^ theirs)[:3] or "the grouping"
+        different = {*chain.from_iterable(names)} ^ {*chain.from_iterable(saved)}
         raise CheckpointError(
-            f"the parameters of {kind} differ from the checkpoint's: {difference}. To train others from these "
-            "weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
+            f"the parameters of {kind} or their groups differ from the checkpoint's: {sorted(different)[:3]}. To train "
+            "others from these weights, use load_from_checkpoint(strict=False), and fit without ckpt_path."
         )
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):

@@ -10,16 +10,25 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from trainer.checkpoint.deserialization import are_sizes, from_json
+from trainer.checkpoint.deserialization import from_json
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.checkpoint.format import FilePart, FileTensor
-from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
+from trainer.checkpoint.safetensors_io import DTYPES, read_header, size_of
 from trainer.checkpoint.saved_names import as_the_model_names_them
-from trainer.checkpoint.schema import wrong
-from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, real_path, storage_of
+from trainer.checkpoint.schema import Integer, require, wrong
+from trainer.checkpoint.storage import (
+    HashedReader,
+    StoragePath,
+    as_storage_path,
+    read_small_file,
+    reading,
+    real_path,
+    storage_of,
+)
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.model.adapters import options_made_of_weights, without_adapters
 
@@ -31,6 +40,8 @@ _COMPARED = 2**16
 """Values from each of three places that are compared, where two tensors of the file are one in the module."""
 _SAMPLED = 2**10
 """Values of each tensor that are compared between processes."""
+_ENTRY = {"dtype": tuple(DTYPES), "shape": [Integer()], "data_offsets": [Integer()]}
+"""The kind of a tensor's entry in the header of a safetensors file (see `schema.Kind`)."""
 
 
 def weights_problem(path: str | Path) -> str | None:
@@ -61,11 +72,11 @@ def open_weights(path: str | Path) -> dict[str, FileTensor]:
     if (place / SINGLE).exists():  # before an index, as in transformers
         return dict(_tensors_of(place / SINGLE))
     content = from_json(read_small_file(real_path(index), _MAX_INDEX), str(index))
-    fits = wrong(content, {"weight_map": {str: str}}, "") is None
-    where: dict[str, str] = content["weight_map"] if fits else {}
+    require(content, {"weight_map": {str: str}}, str(index))
+    where: dict[str, str] = content["weight_map"]
     files = {*where.values()}
-    if not files or not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
-        raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
+    if not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in files):
+        raise CheckpointError(f"{index} names files that are not safetensors files of the same folder")
     found = {name: dict(_tensors_of(place / name)) for name in files}
     missing = [name for name, file in where.items() if name not in found[file]]
     if missing:
@@ -77,26 +88,17 @@ def _tensors_of(path: StoragePath) -> list[tuple[str, FileTensor]]:
     """Return the tensors of a safetensors file, whose header has to describe places within it."""
     file_path = real_path(path)  # the cache of the Hugging Face hub has links to the files of a revision
     with reading(path), storage_of(path).open_file(file_path) as (file, size):
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise CheckpointError(f"{path} is not a safetensors file, or is damaged")
-        header = from_json(file.read(length), f"the header of {path}")
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is not an object")
-    header.pop("__metadata__", None)
-    return [(name, _tensor(file_path, 8 + length, size, name, entry)) for name, entry in header.items()]
+        header, first = read_header(HashedReader(file, None, str(path)), size, str(path))
+    if problem := wrong(header, {str: _ENTRY}, "its header"):
+        raise CheckpointError(f"{path} is damaged, or has tensors that cannot be read: {problem}")
+    return [(name, _tensor(file_path, first, size, name, entry)) for name, entry in header.items()]
 
 
-def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> FileTensor:
-    entry = entry if isinstance(entry, dict) else {}
-    dtype, shape, span = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
-    if dtype is None or not are_sizes(shape) or not are_sizes(span) or len(span) != 2:
-        raise CheckpointError(f"{path}: {name!r:.100} has no dtype, shape and place that can be read")
-    begin, end = span
-    if end - begin != size_of(dtype, shape) or first + end > size:
+def _tensor(path: StoragePath, first: int, size: int, name: str, entry: dict[str, Any]) -> FileTensor:
+    dtype, shape, span = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if len(span) != 2 or span[1] - span[0] != size_of(dtype, shape) or first + span[1] > size:
         raise CheckpointError(f"{path}: the bytes of {name!r:.100} are not where they must be: it is damaged")
-    extent = FlatSlice(0, math.prod(shape))
-    return FileTensor(name, tuple(shape), dtype, [FilePart(path, first + begin, extent)])
+    return FileTensor(name, shape, dtype, [FilePart(path, first + span[0], FlatSlice(0, math.prod(shape)))])
 
 
 def weights_for(
@@ -114,7 +116,6 @@ def weights_for(
 
     Raises:
         CheckpointError: names or shapes differ.
-        ConfigError: an entry of `key_mapping` is not a regular expression.
     """
     own = module.state_dict(keep_vars=True)
     plain = without_adapters(module, own)
@@ -128,12 +129,12 @@ def weights_for(
     used = {*found, *(plain[name] for name in found)}
     lacks = {name: f"the weights lack {name}" for name in own if name not in found}
     others = [f"the module lacks {name}" for name in named if name not in used]
-    advice = ""
-    if (lacks or others) and (strict or not found):
-        advice = " In the module, key_mapping renames weights, and strict_loading = False loads those that both have."
-        problems += [*lacks.values()][:3] + others[:2] + [*lacks.values()][3:] + others[2:]
-    if problems:
-        raise CheckpointError(f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}.{advice}")
+    if problems or not found or (strict and (lacks or others)):
+        problems += [*others[:2], *lacks.values(), *others[2:]]
+        raise CheckpointError(
+            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. In the module, key_mapping "
+            "renames weights, and strict_loading = False leaves out those that only one of the two has."
+        )
     not_loaded = [words for name, words in lacks.items() if plain[name] is not None] + others
     if not_loaded:
         log.warning("strict_loading is False, and not all is loaded: %s", first_of(not_loaded, 5))
@@ -198,7 +199,7 @@ def refuse_adapters_of_other_weights(module: nn.Module, found: Mapping[str, File
 
 
 def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:
-    """Yield what tells copies of weights apart: of each tensor its dtype, shape, and a checksum of values amid it."""
+    """Yield each tensor's dtype, shape, and a checksum of values in its middle, to tell copies of the weights apart."""
     for name, value in weights.items():
         numel = math.prod(value.shape)
         length = min(numel, _SAMPLED)
@@ -207,9 +208,12 @@ def samples_of(weights: Mapping[str, FileTensor]) -> Iterator[tuple[str, str]]:
 
 
 def _mapped(weights: Mapping[str, FileTensor], key_mapping: Mapping[str, str]) -> dict[str, FileTensor]:
+    """Return weights by the names that the patterns of `key_mapping` make of theirs."""
     names: dict[str, str] = {}
     for name in weights:
-        renamed = _renamed(name, key_mapping)
+        renamed = name
+        for pattern, replacement in key_mapping.items():
+            renamed = re.sub(pattern, replacement, renamed)
         if renamed in names:
             raise CheckpointError(
                 f"key_mapping gives {names[renamed]} and {name} of the weights one name, {renamed}: make its patterns "
@@ -242,22 +246,7 @@ def _can_be_cast(stored: torch.dtype, own: torch.dtype) -> bool:
         return False
     if stored.is_floating_point or stored.is_complex:
         return stored.itemsize > 1
-    if torch.bool in (stored, own):
-        return stored == torch.bool
-    narrow, wide = torch.iinfo(stored), torch.iinfo(own)
-    return wide.min <= narrow.min and narrow.max <= wide.max
-
-
-def _renamed(name: str, key_mapping: Mapping[str, str]) -> str:
-    for pattern, replacement in key_mapping.items():
-        try:
-            name = re.sub(pattern, replacement, name)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"key_mapping has {pattern!r}: {replacement!r}, which is not a regular expression with a replacement "
-                f"({error}). Give patterns of the weights' names, such as {{r'^transformer\\.': ''}}."
-            ) from error
-    return name
+    return np.can_cast(str(stored).removeprefix("torch."), str(own).removeprefix("torch."))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

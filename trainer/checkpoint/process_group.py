@@ -49,16 +49,14 @@ class StoreProcessGroup:
             begun another exchange; then they are deleted from the store.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, name: str, timeout: float, sent: list[str] | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float, sent: list[str]) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store: Any = store  # torch's stubs know only str values
         self._name = name
         self._timeout = timeout
         self._exchanges = 0
-        self._sent = [] if sent is None else sent
+        self._sent = sent
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `ProcessGroup`.

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
 
 def in_full_precision(values: Any) -> Any:
@@ -29,7 +29,7 @@ def quantize_again(optimizer: Optimizer) -> None:
     if new_buffer is None or not type(optimizer).__module__.startswith("torchao."):
         return
     for parameter, values in optimizer.state.items():
-        for key in filter(values.__contains__, MOMENTS):
+        for key in _MOMENTS & values.keys():
             buffer = new_buffer(parameter, key == "exp_avg")
             if _is_quantized(_local(buffer)):
                 _set(_local(buffer), _local(values[key]))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO, TypeVar
 
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, new_digest
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError, reason, write_chunks
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
@@ -189,8 +189,9 @@ class RemoteStorage:
         """
         folder = final / f"{NEW}{os.urandom(4).hex()}" if replace else final
         try:
-            for entry in () if replace else final.iterdir():  # an interrupted write of the same name
-                entry.delete(recursive=True)
+            if not replace:
+                for entry in final.iterdir():  # an interrupted write of the same name
+                    entry.delete(recursive=True)
             with folder._open_store() as (store, path), suppress(OSError, NotImplementedError):
                 store.makedirs(path, exist_ok=True)  # for stores that have directories
             yield folder
@@ -203,7 +204,7 @@ class RemoteStorage:
             raise WriteError(f"cannot write the checkpoint {final}: this kind of URL can only be read.") from None
         except OSError as error:
             raise WriteError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
+                f"cannot write the checkpoint {final}: {reason(error)}. Earlier checkpoints were left alone; "
                 "files without a manifest are ignored."
             ) from error
 
@@ -215,18 +216,12 @@ class RemoteStorage:
         """
 
         def write(store: Any, key: str) -> FileEntry:
-            digest = new_digest()
-            size = 0
             with store.open(key, "wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                    digest.update(chunk)
-                    size += len(chunk)
-                    fault_point("in_file")
+                entry = write_chunks(file, chunks)
             written = store.size(key)
-            if written != size:
-                raise OSError(f"{path} has {written} bytes after {size} were written")
-            return FileEntry(size, digest.hexdigest())
+            if written != entry.bytes:
+                raise OSError(f"{path} has {written} bytes after {entry.bytes} were written")
+            return entry
 
         entry = path.call(write)
         fault_point("after_file")
@@ -268,8 +263,9 @@ class RemoteStorage:
         """Go by age alone, and delete nothing where the store reports no times."""
         leftovers = self.leftovers(folder)
         now = _time_of(folder) if leftovers else None
-        before = (now or 0.0) - max_age
-        removed = [child for child in leftovers if _newest_write(child) < before]
+        if now is None:
+            return []
+        removed = [child for child in leftovers if _newest_write(child) < now - max_age]
         for child in removed:
             child.delete(recursive=True)
         return removed

@@ -17,7 +17,7 @@ class Retention:
     """The rule that decides which checkpoints are kept.
 
     Args:
-        by_value: keep the best, the older of equals, instead of the newest; a missing value, nan, and an infinity that
+        by_value: keep the best instead of the newest; ties keep the older. A missing value, nan, and an infinity that
             nothing could beat are never the best.
         mode: "min" or "max", the better value.
         top_k: number of checkpoints to keep; -1: all.
@@ -30,7 +30,7 @@ class Retention:
     last: bool
 
     def best(self, kept: Kept, nonfinite: Collection[str] = ()) -> list[str]:
-        """Return the `top_k` checkpoints with the best values, best first, of equals the oldest.
+        """Return the `top_k` checkpoints with the best values, best first; ties keep the older checkpoint.
 
         Args:
             nonfinite: names of the checkpoints whose states are not finite, which are never among the best.
@@ -39,7 +39,8 @@ class Retention:
         known = {
             name: sign * value
             for name, value in kept.items()
-            if value is not None and self._counts(value) and name not in nonfinite
+            # Neither nan, nor the infinity that no later value could beat.
+            if value is not None and sign * value > -math.inf and name not in nonfinite
         }
         return sorted(known, key=known.__getitem__)[: None if self.top_k == -1 else self.top_k]
 
@@ -55,17 +56,11 @@ class Retention:
         finite = {name: value for name, value in kept.items() if name not in nonfinite}
         newest_first, newest = [*reversed(finite)], [*kept][-1:]
         wanted = self.best(finite) if self.by_value else newest_first[: self.top_k]
-        if self.last:
-            wanted += newest_first[:1]
         if nonfinite:
             wanted += newest
-        if {*newest} & {*nonfinite}:
+        if self.last or {*newest} & {*nonfinite}:
             wanted += newest_first[:1]
         return [name for name in kept if name not in wanted]
-
-    def _counts(self, value: float) -> bool:
-        """Whether a value may be the best: not nan, and not the infinity that no later value could beat."""
-        return value == value and value != (-math.inf if self.mode == "min" else math.inf)
 
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -94,15 +89,14 @@ def template_problems(template: str | None) -> list[str]:
     fields = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
     try:
         name = format_name(template, fields, with_names=True)
-    except (ValueError, OverflowError, MemoryError) as error:
-        return [f"filename={template!r} cannot be filled in ({error}). Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
-    size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME or not name.isprintable() or not _NAME.fullmatch(name):
-        return [
-            f"filename={template[:40]!r}: give a name of at most {_MAX_NAME} bytes, which does not begin with '.' and "
-            "has no control characters or single braces."
-        ]
-    return []
+    except (ValueError, OverflowError, MemoryError):
+        name = ""
+    if len(name.encode("utf-8", "replace")) <= _MAX_NAME and name.isprintable() and _NAME.fullmatch(name):
+        return []
+    return [
+        f"filename={template[:40]!r}: give a name such as '{{epoch}}-{{val_loss:.2f}}', of at most {_MAX_NAME} bytes, "
+        "that does not begin with '.' and has no control characters, single braces or unknown formats."
+    ]
 
 
 _NAME = re.compile(r"(?!\s*$)[^.{}][^{}]*")

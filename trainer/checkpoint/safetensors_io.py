@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trainer.checkpoint.deserialization import TensorInfo, are_sizes, from_json
 from trainer.checkpoint.shards import StoredTensor, materialize
+from trainer.checkpoint.storage import HashedReader
 from trainer.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
@@ -41,16 +42,6 @@ _CODES: dict[torch.dtype, str] = {
 }
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
 """The dtypes by their names in a file."""
-
-
-class ByteReader(Protocol):
-    """A source of bytes, read in order."""
-
-    def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes, or raise CheckpointError."""
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill `view`, or raise CheckpointError."""
 
 
 def is_native(dtype: torch.dtype) -> bool:
@@ -97,7 +88,7 @@ class TensorFile:
 
 
 def read_tensors(
-    reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
+    reader: HashedReader, size: int, expected: Mapping[str, TensorInfo], where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a safetensors file of `size` bytes, each in new CPU memory.
 
@@ -106,41 +97,44 @@ def read_tensors(
     Raises:
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
-    names, _ = _read_header(reader, size, expected, where)
-    for name in names:
+    header, first = read_header(reader, size, where)
+    for name in _checked_order(header, size - first, expected, where):
         yield name, _read_tensor(reader, expected[name], where)
 
 
-def find_tensors(reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, int]:
+def find_tensors(reader: HashedReader, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, int]:
     """Return the offset of each tensor from the start of a safetensors file, in bytes.
 
     Raises:
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
-    names, position = _read_header(reader, size, expected, where)
+    header, position = read_header(reader, size, where)
     positions = {}
-    for name in names:
+    for name in _checked_order(header, size - position, expected, where):
         positions[name] = position
         position += expected[name].bytes
     return positions
 
 
-def _read_header(
-    reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
-) -> tuple[list[str], int]:
-    """Return the names in the order of their bytes, and the offset of the first tensor."""
-    if size < 8:
-        raise _error(where, "it is too short for a safetensors file")
+def read_header(reader: HashedReader, size: int, where: str) -> tuple[dict[str, Any], int]:
+    """Return the tensors' entries, by name, in the header of a safetensors file, and the offset of the first tensor.
+
+    Raises:
+        CheckpointError: there is no such header.
+    """
     length = int.from_bytes(reader.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
-        raise _error(where, f"it is not a safetensors file (a header of {length} bytes)")
+        raise CheckpointError(f"{where} is damaged, or is not a safetensors file: its header would have {length} bytes")
     header = from_json(reader.read(length), f"the header of {where}")
-    return _checked_order(header, size - 8 - length, expected, where), 8 + length
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{where} is damaged, or is not a safetensors file: its header is not an object")
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
-def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:
+def _checked_order(header: dict[str, Any], size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:
     """Return the names in the order of their bytes, which must fill the file without gaps or overlaps."""
-    if not isinstance(header, dict) or header.keys() - {"__metadata__"} != expected.keys():
+    if header.keys() != expected.keys():
         raise _error(where, "it does not have the tensors that checkpoint.json names")
     try:
         spans = {name: header[name]["data_offsets"] for name in expected}
@@ -161,10 +155,9 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
     return names
 
 
-def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:
+def _read_tensor(reader: HashedReader, info: TensorInfo, where: str) -> torch.Tensor:
     raw, dtype = torch.empty(info.bytes, dtype=torch.uint8), info.dtype
-    if raw.numel():
-        reader.read_into(raw.numpy().data)
+    reader.read_into(raw.numpy().data)
     if dtype is torch.bool and bool((raw > 1).any()):
         raise _error(where, f"the tensor {info.name!r:.100} is boolean and has values other than 0 and 1")
     try:

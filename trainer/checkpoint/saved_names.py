@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from trainer.checkpoint.format import FileTensor
+from trainer.model.blocks import outermost
 
 
 def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
@@ -28,34 +29,30 @@ def as_the_model_names_them(module: nn.Module, weights: Mapping[str, FileTensor]
     unknown = [name for name in weights if name not in own and f"{prefix}{name}" not in own]
     found = {name: value for name, value in weights.items() if name not in unknown}
     changes = _changes(model) if unknown else []
-    joined: dict[str, dict[str, list[str]]] = {}
-    operations: dict[str, Any] = {}
+    joined: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for name in unknown:
         renamed, change, pattern = _renamed(name, changes)
         if change is None:
             found[renamed] = weights[name]
         else:
-            joined.setdefault(renamed, {}).setdefault(pattern, []).append(name)
-            operations[renamed] = change
-    for renamed, sources in joined.items():
-        change = operations[renamed]
+            _, sources = joined.setdefault(renamed, (change, {}))
+            sources.setdefault(pattern, []).append(name)
+    for renamed, (change, sources) in joined.items():
         several = [sorted(sources.get(pattern, ()), key=_numbers) for pattern in change.source_patterns]
         one = _joined(renamed, change, [[weights[name] for name in names] for names in several])
-        found |= {name: weights[name] for names in several for name in names} if one is None else {renamed: one}
+        if one is not None:
+            found[renamed] = one
+        else:
+            found |= {name: weights[name] for name in chain.from_iterable(several)}
     return found
 
 
 def outermost_models(module: nn.Module) -> dict[str, Any]:
     """Return the Hugging Face models in a module that are in no other one, by the prefixes of their names."""
     transformers = sys.modules.get("transformers")
-    found: dict[str, Any] = {}
     if transformers is None:
-        return found
-    for name, child in module.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(child, transformers.PreTrainedModel) and not any(prefix.startswith(one) for one in found):
-            found[prefix] = child
-    return found
+        return {}
+    return outermost(module, lambda child: isinstance(child, transformers.PreTrainedModel))
 
 
 def _changes(model: Any) -> list[Any]:
@@ -81,13 +78,12 @@ def _numbers(name: str) -> list[int]:
 
 def _joined(name: str, change: Any, several: list[list[FileTensor]]) -> FileTensor | None:
     """Return the tensors of all patterns as one; None if they are not simply one after the other in memory."""
-    if any(not hasattr(one, "dim") for one in change.operations) or len(change.target_patterns) != 1:
+    steps = [(type(one).__name__, getattr(one, "dim", None)) for one in change.operations]
+    pieces = [*chain.from_iterable(several)]
+    counts, kinds = {len(tensors) for tensors in several}, {(tensor.shape[1:], tensor.dtype) for tensor in pieces}
+    if len(change.target_patterns) != 1 or len(counts) != 1 or len(kinds) != 1:
         return None
-    steps, pieces = [(type(one).__name__, one.dim) for one in change.operations], [*chain.from_iterable(several)]
-    alike = len({(tensor.shape[1:], tensor.dtype) for tensor in pieces}) == 1
-    if not alike or len({len(tensors) for tensors in several}) != 1:
-        return None
-    count, rest = len(several[0]), pieces[0].shape[1:]
+    count, rest = counts.pop(), pieces[0].shape[1:]
     if steps == [("Concatenate", 0)] and count == 1:
         return FileTensor.joined(name, (sum(tensor.shape[0] for tensor in pieces), *rest), pieces)
     of_each = [*zip(*several, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from types import NoneType
 from typing import Any
 
@@ -132,8 +131,10 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
         where: the name of the value, for the message.
         reserved: the class whose instance takes the keys as attributes; new keys may not be attributes of the class.
     """
-    if isinstance(current, (list, tuple, dict)):
-        return _unlike_inside(saved, current, where, reserved)
+    if isinstance(current, dict):
+        return _unlike_dict(saved, current, where, reserved)
+    if isinstance(current, (list, tuple)):
+        return _unlike_items(saved, current, where, reserved)
     if isinstance(current, bool):
         fits = isinstance(saved, (bool, NoneType))
     elif isinstance(current, (int, float)) or _is_number(current):
@@ -143,22 +144,25 @@ def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -
     return None if fits else _found_value(saved, where)
 
 
-def _unlike_inside(saved: Any, current: Any, where: str, reserved: type | None) -> str | None:
-    """Return a message for the first item of a list, tuple or dict whose type differs from the current one."""
-    if not isinstance(saved, dict if isinstance(current, dict) else (list, tuple)):
+def _unlike_dict(saved: Any, current: dict[Any, Any], where: str, reserved: type | None) -> str | None:
+    if not isinstance(saved, dict):
         return _found_value(saved, where)
-    if isinstance(current, dict):
-        new = [key for key in saved if key not in current] if reserved is not None else []
-        taken = next((key for key in new if hasattr(reserved, str(key))), None)
-        if taken is not None:
-            return f"{where} has a {taken!r:.100}"
-        parts = [(key, saved[key], one) for key, one in current.items() if key in saved]
-    elif isinstance(current, tuple) and len(saved) != len(current):
+    if reserved is not None:
+        taken = [key for key in saved if key not in current and hasattr(reserved, str(key))]
+        if taken:
+            return f"{where} has a {taken[0]!r:.100}"
+    both = [key for key in current if key in saved]
+    return _first(unlike(saved[key], current[key], f"{where}[{key!r:.100}]", reserved) for key in both)
+
+
+def _unlike_items(saved: Any, current: Any, where: str, reserved: type | None) -> str | None:
+    """Compare each item with the one at its place in a tuple, or with the first one of a list."""
+    is_tuple = isinstance(current, tuple)
+    if not isinstance(saved, (list, tuple)) or (is_tuple and len(saved) != len(current)):
         return _found_value(saved, where)
-    else:
-        likes = current if isinstance(current, tuple) else repeat(next(iter(current), None))
-        parts = [(number, one, like) for number, (one, like) in enumerate(zip(saved, likes, strict=False))]
-    return _first(unlike(one, now, f"{where}[{key!r:.100}]", reserved) for key, one, now in parts)
+    likes = current if is_tuple else [*current[:1]] * len(saved)
+    pairs = enumerate(zip(saved, likes, strict=False))
+    return _first(unlike(one, like, f"{where}[{number}]", reserved) for number, (one, like) in pairs)
 
 
 def _is_number(value: Any) -> bool:

@@ -35,17 +35,18 @@ log = logging.getLogger("trainer")
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that can be stored, by their name in the JSON."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALLOWED = (
     "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
     "and arrays of numbers"
 )
-_AS_THEY_ARE = SCALARS - {int, float}
-"""The classes of values that JSON holds whatever they are."""
+_JSON_SCALARS = SCALARS - {int, float}
+"""Classes whose values JSON holds unchanged."""
 _MARKS = repeat("$")
-"""The beginning of the keys that only this module may write, for each key of a dict."""
+"""The first character of the keys that only this module writes, repeated for each key of a dict."""
 _reported: set[tuple[str, ...]] = set()
-"""The entries and classes that a warning has named already."""
+"""The entries and classes that a warning has named."""
 
 Refused = list[tuple[tuple[Any, ...], str]]
 """The path to each value that cannot be stored, from its entry on, and what it is."""
@@ -125,11 +126,12 @@ class _Serializer:
         self._name_of: dict[Any, str] = {}
         self._own_names: set[str] = set()
         # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
-        for key, value in root.items() if isinstance(root, dict) else ():
-            if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
-                self._own_names.add(key)
+        if isinstance(root, dict):
+            for key, value in root.items():
+                if type(key) is str and isinstance(value, (torch.Tensor, Shard)) and key == _utf8(key):
+                    self._own_names.add(key)
         self._own_names.discard("__metadata__")
-        self._reserved = {*self._own_names, "__metadata__"}
+        self._taken = {*self._own_names, "__metadata__"}
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -137,7 +139,7 @@ class _Serializer:
             return value if math.isfinite(value) else {"$float": _odd_float(value)}
         if kind is int:
             return value if value.bit_length() <= 64 else {"$int": hex(value)}
-        if kind in _AS_THEY_ARE:
+        if kind in _JSON_SCALARS:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -162,7 +164,7 @@ class _Serializer:
         if kind in (list, tuple):
             for index, one in enumerate(value):
                 self._path.append(index)
-                data.append(one if type(one) in _AS_THEY_ARE else self.encode(one))
+                data.append(one if type(one) in _JSON_SCALARS else self.encode(one))
                 self._path.pop()
         elif (
             kind in (dict, OrderedDict) and {*map(type, value)} <= {str} and not any(map(str.startswith, value, _MARKS))
@@ -170,7 +172,7 @@ class _Serializer:
             data = {}
             for key, one in value.items():
                 self._path.append(key)
-                data[key] = one if type(one) in _AS_THEY_ARE else self.encode(one)
+                data[key] = one if type(one) in _JSON_SCALARS else self.encode(one)
                 self._path.pop()
         else:
             data = self._other_dict(value, kind)
@@ -210,23 +212,23 @@ class _Serializer:
         if tensor.device.type == "xla":
             tensor = tensor.cpu()  # XLA tensors have no memory that can be read.
         memory = _memory(tensor)
-        name = self._name_of.get(memory) if memory else None
+        name = self._name_of.get(memory)
         if name is None:
             name = self._new_name()
             self.tensors[name] = tensor
             self._name_of[memory] = name
-        return {"$tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        return {"$tensor": name, "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
 
     def _shard(self, shard: Shard) -> Any:
         problem = _tensor_problem(shard.local)
-        if not self._allow_tensors or problem:
-            return self._refuse(problem or "part of a tensor, which cannot be here")
+        if problem:
+            return self._refuse(problem)
         name = self._name_of.get(id(shard))
         if name is None:
             name = self._name_of[id(shard)] = self._new_name()
             self.shards[name], self.parts[name] = shard, []
-        dtype = str(shard.local.dtype).removeprefix("torch.")
-        return {"$tensor": name, "dtype": dtype, "shape": list(shard.shape), "parts": self.parts[name]}
+        dtype, shape = _NAMES[shard.local.dtype], list(shard.shape)
+        return {"$tensor": name, "dtype": dtype, "shape": shape, "parts": self.parts[name]}
 
     def _new_name(self) -> str:
         path = self._path or [self._where]
@@ -234,9 +236,10 @@ class _Serializer:
         if path == [name] and name in self._own_names:
             return name
         candidate, number = name, 1
-        while candidate in self.tensors or candidate in self.shards or candidate in self._reserved:
+        while candidate in self._taken:
             number += 1
             candidate = f"{name}#{number}"
+        self._taken.add(candidate)
         return candidate
 
     def _report(self, kind: str) -> None:
@@ -251,22 +254,21 @@ class _Serializer:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return a key equal for tensors that view the same elements of the same memory; None for an empty tensor."""
+    """Return a key that is equal for tensors that view the same elements of the same memory."""
     if tensor.numel() == 0:
-        return None
+        return object()  # two empty tensors are never one
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _tensor_problem(tensor: torch.Tensor) -> str | None:
-    kind = _name(type(tensor))
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"{kind}; store a plain tensor (of a DTensor: value.full_tensor())"
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
-        return f"{kind} that is sparse, nested or on the meta device; store a dense one that has values"
-    if tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
-        return f"{kind} of {tensor.dtype}; convert it to another dtype"
-    return None
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_meta)
+    if is_plain and tensor.layout == torch.strided and tensor.dtype in _NAMES:
+        return None
+    return (
+        f"{_name(type(tensor))} of {tensor.dtype}; store a plain, dense tensor of a common dtype that is not on the "
+        "meta device (of a DTensor: value.full_tensor())"
+    )
 
 
 def _odd_float(value: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from trainer.arguments import URL, kept_path, local_path
-from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, new_digest, read_failure
+from trainer.checkpoint.disk import Digest, FileEntry, LocalStorage, ReadError, new_digest, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
 
@@ -148,12 +148,25 @@ def storage_of(path: StoragePath) -> Storage[Any]:
     return _REMOTE if isinstance(path, RemotePath) else _LOCAL
 
 
+class _NoDigest:
+    """Takes the place of a checksum that nobody asks for."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str:
+        return ""
+
+
 class HashedReader:
-    """Read a file from its start and hash the bytes it returns, so that the bytes checked are the bytes used."""
+    """Read a file from its start and hash the bytes it returns, so that the bytes checked are the bytes used.
+
+    Args:
+        algorithm: one of `ALGORITHMS`; None: do not hash.
+    """
 
     def __init__(self, file: BinaryIO, algorithm: str | None, where: str) -> None:
         self._file = file
-        self._digest = new_digest(algorithm) if algorithm else None
+        self._digest: Digest = new_digest(algorithm) if algorithm else _NoDigest()
         self._where = where
 
     def read(self, size: int) -> bytes:
@@ -164,8 +177,7 @@ class HashedReader:
         """
         data = self._file.read(size)
         self._check(len(data), size)
-        if self._digest:
-            self._digest.update(data)
+        self._digest.update(data)
         return data
 
     def read_into(self, view: memoryview) -> None:
@@ -177,12 +189,11 @@ class HashedReader:
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
             self._check(self._file.readinto(part), len(part))  # type: ignore[attr-defined]  # a BufferedReader has it
-            if self._digest:
-                self._digest.update(part)
+            self._digest.update(part)
 
-    def hexdigest(self) -> str | None:
-        """Return the checksum of all bytes read so far; None when not hashing."""
-        return self._digest.hexdigest() if self._digest else None
+    def hexdigest(self) -> str:
+        """Return the checksum of all bytes read so far."""
+        return self._digest.hexdigest()
 
     def _check(self, got: int, wanted: int) -> None:
         if got != wanted:
@@ -212,9 +223,7 @@ def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[H
             reader = HashedReader(file, entry.algorithm if hashing else None, str(path))
             yield reader
             if hashing and reader.hexdigest() != entry.checksum:
-                raise CheckpointError(f"{path} is damaged: its checksum differs from that in the manifest")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+                raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
     except OSError as error:
         raise read_failure(path, error) from error
 

@@ -78,7 +78,7 @@ def plan_save(
 
     Raises:
         UnstorableError: something cannot be stored (names each field).
-        CheckpointError: a key cannot name a file, or parts of a sharded tensor are missing.
+        CheckpointError: parts of a sharded tensor are missing.
     """
     keys: dict[str, Serialized] = {}
     plain: Any = None
@@ -95,9 +95,9 @@ def plan_save(
     for key, content in keys.items():
         if content.tensors and process_group.rank == 0:
             files[f"{key}.safetensors"] = content.tensors
-        own = [name for name, shard in content.shards.items() if shard.extent.numel] if content.shards else ()
-        if own:
-            files[part_file(key, process_group.rank)] = {n: content.shards[n].local.reshape(-1) for n in own}
+        for name, shard in content.shards.items():
+            if shard.extent.numel:
+                files.setdefault(part_file(key, process_group.rank), {})[name] = shard.local.reshape(-1)
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
 
 
@@ -105,12 +105,12 @@ def _first_of_all(problem: CheckpointError | None, process_group: ProcessGroup) 
     """Return the first error of all processes; of values that cannot be stored, one error that names all."""
     refused = [*problem.refused] if isinstance(problem, UnstorableError) else []
     everywhere = process_group.all_gather_object((None if refused else problem, refused))
-    first: CheckpointError | None = None
     every: Refused = []
     for error, names in everywhere:
-        first = first or error
+        if error is not None:
+            return error
         every += names
-    return unstorable([*dict.fromkeys(every)]) if first is None and every else first
+    return unstorable([*dict.fromkeys(every)]) if every else None
 
 
 def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
@@ -118,16 +118,11 @@ def serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
 
     Raises:
         UnstorableError: something cannot be stored; names each field.
-        CheckpointError: a key cannot name a file.
     """
     keys: dict[str, Serialized] = {}
     refused = Refused()
     for key, value in state.items():
-        if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in map(str.lower, keys):
-            raise CheckpointError(
-                f"{key!r} cannot be a top-level key of a checkpoint, which names a file: begin it with a letter, use "
-                "letters, digits, '_' and '-', and let it differ from the others in more than upper and lower case"
-            )
+        assert KEY.fullmatch(key), "a top-level key names a file"
         try:
             keys[key] = serialize(value, key)
         except UnstorableError as error:
@@ -253,8 +248,10 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     except OSError as error:
         if process_group.world_size == 1:
             raise
-        shared = "" if folder.exists() else ". All processes have to see the same directory, on storage that they share"
-        own = WriteError(f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}{shared}")
+        own = WriteError(
+            f"rank {process_group.rank} cannot write into {folder}: {reason(error)}. All processes write into this "
+            "directory, so it has to be on storage that they share."
+        )
     entries: dict[str, FileEntry] = {}
     for of_rank in process_group.all_gather_object(own):
         if isinstance(of_rank, CheckpointError):

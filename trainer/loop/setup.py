@@ -310,7 +310,7 @@ def check_built(module: TrainModule, strategy: Strategy, facts: RunFacts, traini
     use_separate_elements(module)
     facts.agree_on_module(module, training)
     converts = strategy.precision.weights not in (None, torch.float32)
-    refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
+    refuse_dispatched(module, training, strategy.shards_state, converts)
 
 
 def make_first_loaders(run: Run, given: dict[str, Any], checkpoint: dict[str, Any] | None) -> None:

@@ -37,10 +37,7 @@ def enable_activation_checkpointing(
         ConfigError: the policy matches nothing. Raised later, in a backward, if an argument of a block, or a large
             buffer, was changed in place.
     """
-    try:
-        blocks = find_blocks(module, policy)
-    except ConfigError as error:
-        raise ConfigError(f"activation_checkpointing: {error}") from None
+    blocks = find_blocks(module, policy)
     if not blocks:
         raise ConfigError(
             f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
@@ -58,7 +55,7 @@ def _has_tensors(block: nn.Module) -> bool:
 
 
 def compile_block(block: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
-    """Compile a module in place, with the options of torch.compile; with `around_graphs` what it recomputes alone.
+    """Compile a module in place, with the options of torch.compile; of blocks with `around_graphs`, only the forward.
 
     Returns:
         The module, and blocks in it that are compiled separately.

@@ -18,7 +18,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def adapters(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return, by the prefix of a PEFT model's weights and the name of an adapter, what its folder has besides values.
+    """Return what each adapter's folder holds besides tensors, by the prefix of its model's weights and its name.
 
     Args:
         names: the names of the module's weights and buffers.

@@ -48,8 +48,8 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     if isinstance(policy, (str, type)):
         policy = [policy]
     if isinstance(policy, Collection):
-        return _by_class(module, policy)
-    if isinstance(policy, int):
+        found = _by_class(module, policy)
+    elif isinstance(policy, int):
         found = dict(_large(module, policy))
     else:
         found = {name: child for name, child in _submodules(module) if policy(name, child)}
@@ -62,6 +62,16 @@ def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dic
     """Return the blocks that share no parameter with the rest of the module, so that each can be sharded alone."""
     owners = _number_of_owners(module)
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
+
+
+def outermost(module: nn.Module, fits: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """Return the outermost modules in `module`, which may be one, that fit, by the prefix of their tensors' names."""
+    found: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if fits(child) and not prefix.startswith(tuple(found)):
+            found[prefix] = child
+    return found
 
 
 def main_stack(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -153,13 +163,13 @@ def _large(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -
 
 
 def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.Module]:
-    children = list(_submodules(module))
-    unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
-    if unmatched or not kinds:
-        names = [kind.__name__ if isinstance(kind, type) else kind for kind in unmatched]
+    found = {name: child for name, child in _submodules(module) if any(_is_a(child, kind) for kind in kinds)}
+    unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for child in found.values())]
+    if unmatched:
+        names = [getattr(kind, "__name__", kind) for kind in unmatched]
         known = _list_classes(module)
         raise ConfigError(f"no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
-    return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
+    return found
 
 
 def _is_a(module: nn.Module, kind: str | type) -> bool:
@@ -253,9 +263,10 @@ def _groups(parent: nn.Module, plain: bool) -> list[list[nn.Module]]:
     is_list = isinstance(parent, LISTS)
     if plain and not is_list:
         return []
-    minimum = 2 if is_list else 3
-    if isinstance(parent, nn.ModuleList) and not plain:
-        minimum = 1
+    if plain or isinstance(parent, nn.Sequential):
+        minimum = 2
+    else:
+        minimum = 1 if is_list else 3
     by_kind: dict[type, list[nn.Module]] = {}
     for child in parent.children():
         if has_forward(child) and _size(child) and _is_composite(child) != plain:

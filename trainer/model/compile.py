@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import raise_problems, shortened, shown
+from trainer.errors import shortened, shown
 from trainer.model.activation_checkpointing import compile_block
 from trainer.model.blocks import BlockPolicy, find_blocks, has_forward, is_compiled
 
@@ -57,16 +57,9 @@ class Compilation:
 
 
 def read_compile(setting: CompileSetting) -> Compilation | None:
-    """Parse the setting `compile=`; return None for no compilation.
-
-    Raises:
-        ConfigError: the setting has problems; the message lists all of them.
-    """
-    raise_problems(compile_problems(setting), "compile=")
-    return None if setting is None or setting is False else _parse(setting)
-
-
-def _parse(setting: bool | str | Mapping[str, Any]) -> Compilation:
+    """Parse the setting `compile=`, in which `compile_problems` has found none; return None for no compilation."""
+    if setting is None or setting is False:
+        return None
     words: dict[bool | str, Mapping[str, Any]] = {True: {}, "blocks": {"blocks": True}}
     options = dict(setting if isinstance(setting, Mapping) else words.get(setting, {"mode": setting}))
     blocks = options.pop("blocks", False)
@@ -75,16 +68,16 @@ def _parse(setting: bool | str | Mapping[str, Any]) -> Compilation:
 
 def compile_problems(setting: Any) -> list[str]:
     """Return torch's objection to the setting, in a list; nothing is compiled."""
-    if setting is None or isinstance(setting, bool):
-        return []
-    advice = "give True, 'blocks', a mode, or a dict of torch.compile's arguments and 'blocks'."
-    if not isinstance(setting, (str, Mapping)):
-        return [f"compile={setting!r}: {advice}"]
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what inductor imports
-            torch.compile(_nothing, **_parse(setting).options)
+        compilation = read_compile(setting)
+        if compilation is not None:
+            with warnings.catch_warnings(action="ignore"):  # of what inductor imports
+                torch.compile(_nothing, **compilation.options)
     except (TypeError, RuntimeError) as error:
-        return [f"compile={shown(setting)}: {shortened(str(error), 300)}: {advice}"]
+        return [
+            f"compile={shown(setting)}: {shortened(str(error), 300)}: give True, 'blocks', a mode, or a dict of "
+            "torch.compile's arguments and 'blocks'."
+        ]
     return []
 
 

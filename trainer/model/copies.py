@@ -26,8 +26,11 @@ def deepcopy_with_functions(value: Copied, memo: dict[int, Any]) -> Copied:
     Args:
         memo: of `copy.deepcopy`. Parameters that stand for themselves there are left unchanged.
     """
-    parameters = [*value.parameters()] if isinstance(value, nn.Module) else []
-    parts: list[Any] = [*value.modules(), *parameters] if isinstance(value, nn.Module) else [value]
+    parts: list[Any] = [value]
+    parameters: list[nn.Parameter] = []
+    if isinstance(value, nn.Module):
+        parameters = [*value.parameters()]
+        parts = [*value.modules(), *parameters]
     hooks = {one: (_hooks(one._backward_hooks), _hooks(one._post_accumulate_grad_hooks)) for one in parameters}
     inside = [*(vars(one) if hasattr(one, "__dict__") else one for one in parts), *hooks.values()]
     cells = _copy_functions(inside, memo)
@@ -56,10 +59,10 @@ def _copy_functions(inside: list[Any], memo: dict[int, Any]) -> list[CellType]:
     opaque = (torch.Tensor, np.ndarray, type, ModuleType, nn.Module)  # modules are looked into one by one
     found = walk(dict(enumerate(inside)), _DEPTH, {}, opaque, (FunctionType,))
     functions = [one for _, one in found if one.__closure__]
-    cells = {id(cell): cell for one in functions for cell in one.__closure__ or ()}
+    cells = {id(cell): cell for one in functions for cell in one.__closure__}
     memo |= {key: CellType() for key in cells}
     for one in functions:
-        closure = tuple(memo[id(cell)] for cell in one.__closure__ or ())
+        closure = tuple(memo[id(cell)] for cell in one.__closure__)
         new = FunctionType(one.__code__, one.__globals__, one.__name__, one.__defaults__, closure)
         new.__kwdefaults__ = one.__kwdefaults__
         vars(new).update(vars(one))

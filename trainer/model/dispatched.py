@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from trainer.errors import ConfigError
+from trainer.model.blocks import outermost
 
 
 def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost submodules with accelerate's hooks, which bring weights to the layers, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = f"{name}.".startswith(tuple(f"{outer}." for outer in found)) or "" in found
-        if "_hf_hook" in vars(child) and not inside:
-            found[name] = child
-    return found
+    """Return the outermost modules with accelerate's hooks, which bring weights to the layers; see `outermost`."""
+    return outermost(module, lambda child: "_hf_hook" in vars(child))
 
 
-def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: bool, converts: bool) -> None:
+def refuse_dispatched(module: nn.Module, training: bool, shards: bool, converts: bool) -> None:
     """Raise ConfigError for a dispatched model in a run that cannot have one.
 
     Args:
@@ -28,31 +22,20 @@ def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: 
         converts: the precision converts weights.
     """
     models = dispatched_models(module)
-    if not models:
-        return
-    name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
-    what = f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload)"
-    if training:
+    if models and (training or shards or converts):
+        name = f"{type(module).__name__}.{next(iter(models))}".rstrip(".")
         raise ConfigError(
-            f"{what}. It can predict, validate and test, but not train: its parameters hold no values. To train what "
-            "does not fit on a device, build the model without device_map, under strategy 'fsdp' or "
-            "'deepspeed_stage_3' (init_device='mixed' or 'meta', and fit(weights=...))."
+            f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload), and its parameters hold no "
+            "values: it can validate, test and predict, with strategy='single_device', devices=1 and "
+            "precision='32-true' (the dtype is given to the loading). To train it, build it without device_map under "
+            "strategy 'fsdp' or 'deepspeed_stage_3', with init_device='mixed' or 'meta' and fit(weights=...)."
         )
-    if shards or converts:
-        raise ConfigError(
-            f"{what}: a forward brings its weights to the devices that need them, but strategy {strategy!r} would "
-            "shard, or the precision convert them. Use strategy='single_device' with devices=1 and precision='32-true' "
-            "and give the dtype to the loading: load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)."
-        )
-
-
-def _outside(module: nn.Module) -> Iterator[nn.Module]:
-    inside = {id(child) for model in dispatched_models(module).values() for child in model.modules()}
-    return (child for child in module.modules() if id(child) not in inside)
 
 
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers outside of dispatched models."""
-    for child in _outside(module):
-        for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
-            tensor.data = tensor.data.to(device)
+    placed = {id(child) for model in dispatched_models(module).values() for child in model.modules()}
+    for child in module.modules():
+        if id(child) not in placed:
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)

@@ -22,7 +22,7 @@ def with_dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tenso
 
 def _with_values_as_gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None
-    parameter.grad = parameter.grad.coalesce()  # before, a row stands there once for each time that it was used
+    parameter.grad = parameter.grad.coalesce()  # until then, a row occurs once for each use
     values = parameter.grad.values()
     instead = torch.empty_like(values, requires_grad=True)
     instead.grad = values
@@ -48,7 +48,7 @@ def sparse_weights(module: nn.Module) -> set[torch.Tensor]:
 def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all elements of some tensors, on the device of the first one.
 
-    Of tensors of 16 bits in float32: float16 ends at 65504, the square of 256, and a sum of squares in bfloat16
+    Tensors of 16 bits are summed in float32: float16 ends at 65504, the square of 256, and a sum of squares in bfloat16
     stops growing.
     """
     low = [tensor for tensor in tensors if tensor.dtype in _LOW]
@@ -60,7 +60,7 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
     """Return the norm of each parameter's gradient, and of all together, by name, as Lightning does: on their device.
 
-    Of a sharded parameter it is the norm of this process's part.
+    For a sharded parameter it is the norm of this process's part.
     """
     order = float(norm_type)
     norms = {

@@ -6,10 +6,13 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from trainer.model.blocks import outermost
 
 
 def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -19,18 +22,10 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     PEFT has changed has other weights than its class, and is left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    outer: list[str] = []
-    for name, model in module.named_modules():
-        prefix = f"{name}." if name else ""
-        is_model = hasattr(type(model), "save_pretrained") and hasattr(
-            getattr(model, "config", None), "get_text_config"
-        )
-        if not (is_model or hasattr(model, "peft_config")) or prefix.startswith(tuple(outer)):
-            continue
-        outer.append(prefix)
+    for prefix, model in outermost(module, _is_model).items():
         if hasattr(model, "peft_config"):
             continue
-        config: Any = model.config
+        config = model.config
         generation = getattr(model, "generation_config", None)
         found[prefix] = {
             "config": {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]},
@@ -38,6 +33,13 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
             "tied": bool(getattr(config.get_text_config(), "tie_word_embeddings", True)),
         }
     return found
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether this is a model of Hugging Face, or one that PEFT has changed."""
+    if hasattr(type(module), "save_pretrained") and hasattr(getattr(module, "config", None), "get_text_config"):
+        return True
+    return hasattr(module, "peft_config")
 
 
 _PROCESSORS = {"PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"}
@@ -51,7 +53,7 @@ def processing_files(owners: Iterable[object]) -> dict[str, str]:
         Names -> texts. A file that is not text, which only old tokenizers have, is left out.
     """
     files: dict[str, str] = {}
-    for value in (value for owner in owners for value in vars(owner).values()):
+    for value in chain.from_iterable(vars(owner).values() for owner in owners):
         if not _PROCESSORS.isdisjoint(kind.__name__ for kind in type(value).__mro__):
             with tempfile.TemporaryDirectory() as folder:
                 value.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Estimate the memory of a training run on each process by arithmetic on the sizes of its weights.
 
 Sources: the states are sharded as in ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3 and 5).
-Activations are those of a transformer (Korthikanti et al., https://arxiv.org/abs/2205.05198, sections 4 and 5).
+Activations are a transformer's (Korthikanti et al., https://arxiv.org/abs/2205.05198, sections 4 and 5).
 docs/planning.md derives the formulas; tests/strategies/test_parallel_cost.py compares them with real steps.
 """
 
@@ -139,7 +139,7 @@ class Setup:
     bucket: int = 500_000_000
     """Elements of DeepSpeed's gradient bucket: its `reduce_bucket_size`."""
     norms_stored: bool = True
-    """True if norms read numbers as they are stored: autocast runs them in float32 on GPUs, and on CPUs it does not."""
+    """True if norms read numbers in their stored dtype: autocast runs norms in float32 on GPUs only."""
 
     @property
     def norm_bytes(self) -> int:
@@ -225,7 +225,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
-    """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them.
+    """Return the stages as `FSDPStrategy` cuts them: the largest has as few parameters as possible.
 
     Raises:
         ConfigError: there are too few processes or blocks.
@@ -242,20 +242,28 @@ def stages_of(size: ModelSize, layout: Layout, setup: Setup) -> list[Stage]:
     ends, found = cut_blocks(sizes, layout.pipeline), []
     for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         is_last = end == len(sizes)
-        before = size.tied if number and is_last else [] if number else size.before
-        groups = (before, size.after if is_last else [], *size.blocks[start:end])
-        own, after, *blocks = (_parts(weights, layout, setup) for weights in groups)
-        found.append(Stage(number, is_last, replace(size, before=own, blocks=blocks, after=after)))
+        before: Sequence[Weight] = []
+        after: Sequence[Weight] = []
+        if is_last:
+            before, after = size.tied, size.after
+        if number == 0:
+            before = size.before
+        own, last, *blocks = (_parts(weights, layout, setup) for weights in (before, after, *size.blocks[start:end]))
+        found.append(Stage(number, is_last, replace(size, before=own, blocks=blocks, after=last)))
     return found
 
 
 def _parts(weights: Sequence[Weight], layout: Layout, setup: Setup) -> list[Weight]:
     """Return the parts of weights that the first process of a stage computes with."""
-    sharing, found = layout.sharing(setup), []
+    found = []
     for weight in weights:
-        parts = layout.tensor * layout.expert if weight.experts else layout.tensor if weight.is_matrix else 1
-        elements, rows = weight.elements // parts, weight.rows // parts if weight.experts else weight.rows
-        shards = sharing // layout.expert if weight.experts else sharing
+        parts, rows, shards = 1, weight.rows, layout.sharing(setup)
+        if weight.experts:
+            parts, shards = layout.tensor * layout.expert, shards // layout.expert
+            rows //= parts
+        elif weight.is_matrix:
+            parts = layout.tensor
+        elements = weight.elements // parts
         found.append(replace(weight, elements=elements, rows=min(rows, elements), shards=shards))
     return found
 
@@ -283,22 +291,27 @@ def stage_memory(layout: Layout, size: ModelSize, setup: Setup) -> Memory:
     """Return the memory of a stage, when all gradients are allocated."""
     trainable = [weight for weight in size.weights if weight.trainable]
     optimized = [weight for weight in trainable if weight.optimized]
-    number = min(setup.numbers.computed, 4) if layout.master_weights else setup.numbers.stored
     updated = _elements(optimized, layout, setup, 1)
+    full, gradients = _elements(size.weights, layout, setup, 3), _elements(trainable, layout, setup, 2)
+    if layout.master_weights:  # the optimizer has one flat tensor
+        number, of_state, tensors = min(setup.numbers.computed, 4), 4, min(len(optimized), 1)
+        master, temporary = 4 * updated, _zero_temporary(layout, size, setup, updated)
+        # The optimizer's step on the host reads the gradients there, in float32.
+        offloaded, on_host = "master_weights", master + 4 * updated
+    else:
+        number, of_state, tensors = setup.numbers.stored, setup.numbers.stored, len(optimized)
+        master, temporary = 0, _torch_temporary(layout, size, setup, trainable)
+        offloaded, on_host = "gradients", number * gradients
     memory = Memory(
-        weights=number * _elements(size.weights, layout, setup, 3) + size.buffers,
-        gradients=number * _elements(trainable, layout, setup, 2),
-        master_weights=4 * updated if layout.master_weights else 0,
-        optimizer=round((4 if layout.master_weights else number) * size.states.per_element * updated)
-        + size.states.per_tensor * (min(len(optimized), 1) if layout.master_weights else len(optimized)),
+        weights=number * full + size.buffers,
+        gradients=number * gradients,
+        master_weights=master,
+        optimizer=round(of_state * size.states.per_element * updated) + size.states.per_tensor * tensors,
+        temporary=temporary,
     )
-    temporary = _zero_temporary if layout.master_weights else _torch_temporary
-    memory.temporary = temporary(layout, size, setup, trainable, updated)
     if layout.offload_optimizer:
-        # ZeRO's optimizer step on the host reads the gradients there, in float32.
-        memory.offloaded += ["master_weights" if layout.master_weights else "gradients", "optimizer"]
-        gradients = memory.master_weights + 4 * updated if layout.master_weights else memory.gradients
-        memory.host += memory.optimizer + gradients
+        memory.offloaded += [offloaded, "optimizer"]
+        memory.host += memory.optimizer + on_host
     if layout.offload_weights:
         memory.offloaded.append("weights")
         memory.host += memory.weights - size.buffers
@@ -321,7 +334,7 @@ def shard_of(weight: Weight) -> int:
     return math.ceil(weight.rows / weight.shards) * (weight.elements // max(weight.rows, 1))
 
 
-def _torch_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: list[Weight], updated: int) -> int:
+def _torch_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: list[Weight]) -> int:
     numbers, full = setup.numbers, elements_of(size.weights)
     if layout.stage < 3:
         # Autocast's copies of the weights, which live until the end of the backward.
@@ -336,7 +349,7 @@ def _torch_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: l
     return gathered + (max(numbers.stored, 4) * waiting if setup.window > 1 and not layout.reduce_each else 0)
 
 
-def _zero_temporary(layout: Layout, size: ModelSize, setup: Setup, trainable: list[Weight], updated: int) -> int:
+def _zero_temporary(layout: Layout, size: ModelSize, setup: Setup, updated: int) -> int:
     """Return the temporary bytes of ZeRO, whose step reads the gradients of its shard in float32."""
     number = min(setup.numbers.computed, 4)
     bucket, in_step = number * setup.bucket, 0 if layout.offload_optimizer else 4 * updated
@@ -368,7 +381,7 @@ def block_activations(model: Transformer, layout: Layout, setup: Setup) -> int:
     if layout.context > 1 and by_heads(model, layout):
         attention += queries  # the output, in the arrangement before the exchange too
     elif layout.context > 1:
-        # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
+        # The keys and values of all tokens; a mask, since torch's causal attention expects full sequences.
         attention, mask = 2 * queries + 2 * layout.context * keys, model.sequence // model.batch
     mlp = (4 if model.gated else 2) * (model.experts_per_token * model.intermediate + model.shared)
     if model.experts:

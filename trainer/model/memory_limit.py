@@ -37,7 +37,7 @@ def free_memory() -> int | None:
         found.append(int(limit) - int(used))
     except (OSError, ValueError):
         pass
-    return min(found) if found else None
+    return min(found, default=None)
 
 
 @contextmanager

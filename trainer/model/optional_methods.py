@@ -63,11 +63,13 @@ class OptionalMethods:
     def overrides(self, name: str) -> bool:
         """Return True if the subclass (or this object) defines the method `name`, and not as None."""
         mine = vars(self).get(name, getattr(type(self), name, None))
-        return getattr(mine, "func", mine) not in (None, getattr(self._base, name, None))  # see __setattr__
+        if isinstance(mine, partial):  # the default, if __setattr__ has put it there
+            mine = mine.func
+        return mine is not None and mine is not getattr(self._base, name, None)
 
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""
-        return any(self.overrides(name) for name in names)
+        return any(map(self.overrides, names))
 
 
 def _takes_batch_only(step: Any) -> bool:
@@ -88,7 +90,7 @@ def _with_batch_idx(step: Any) -> Any:
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
-    """Return True if an object's class defines a method of its base class `parent` anew. Lightning's function."""
+    """Return True if an object's class overrides a method of its base class `parent`. Lightning's function."""
     if isinstance(instance, OptionalMethods) and parent is None:
         return instance.overrides(method_name)
     own = getattr(type(instance), method_name, None)

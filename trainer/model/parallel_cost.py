@@ -72,7 +72,7 @@ def _experts(model: Transformer, layout: Layout, setup: Setup, stage: Stage) -> 
 def _tensor(model: Transformer, layout: Layout, setup: Setup, stage: Stage) -> Iterator[Collective]:
     window, number, parts = setup.window, setup.numbers.computed, layout.tensor
     hidden, of_blocks = number * model.tokens * model.hidden, len(stage.size.blocks) * window
-    # Forward: sums after attention and MLP, of which recomputation needs all but the last; backward: sums of the
+    # Forward: sums after attention and MLP; recomputation needs all of these but the last. Backward: sums of the
     # gradients of the inputs of q, k and v, and of gate and up. A mixture may have an MLP for all tokens besides.
     sums = 3 if model.experts and model.shared else 2
     of_block = 2 * sums + (sums - 1) * int(model.checkpointing)
@@ -81,7 +81,7 @@ def _tensor(model: Transformer, layout: Layout, setup: Setup, stage: Stage) -> I
         # The gradients of the weights that the router gives to a token's experts.
         weights = setup.numbers.stored * model.tokens // layout.context * model.experts_per_token
         yield Collective("tensor", "all_reduce", of_blocks, weights, parts)
-    # The embedding's sum, and that of the gradients of the head's input; the logits are gathered.
+    # The sum of the embedding, and of the gradients of the head's input; the logits are gathered.
     yield Collective("tensor", "all_reduce", ((stage.number == 0) + stage.is_last) * window, hidden, parts)
     logits = number * model.tokens * model.vocabulary
     yield Collective("tensor", "all_gather", stage.is_last * window, logits, parts)

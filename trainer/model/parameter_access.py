@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from traceback import walk_stack
 
 from torch import nn
 from torch._C import (
@@ -63,19 +63,13 @@ def copy_advice(strategy: str) -> str:
 
 def within_deepcopy() -> bool:
     """Whether the caller is called by `copy.deepcopy`."""
-    return any(one.f_code.co_name == "deepcopy" and one.f_globals.get("__name__") == "copy" for one in _callers())
-
-
-def _callers() -> Iterator[FrameType]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]
+    frames = walk_stack(sys._getframe())
+    return any(one.f_code.co_name == "deepcopy" and one.f_globals.get("__name__") == "copy" for one, _ in frames)
 
 
 def from_user_code() -> bool:
     """Whether the first frame outside of torch belongs neither to DeepSpeed nor to this package."""
-    for frame in _callers():
+    for frame, _ in walk_stack(sys._getframe()):
         module = frame.f_globals.get("__name__", "")
         package = module.partition(".")[0]
         if package not in ("torch", "contextlib") and module not in _HERE:

@@ -25,7 +25,7 @@ class Peaks(NamedTuple):
 
 
 # Many data sheets give figures "with sparsity", which are twice the dense ones. Sought in the device's name in this
-# order, so a longer name comes first. fp64 is that of the tensor cores where there are any for it.
+# order, so a longer name comes first. fp64: of the tensor cores, if the card has any for it.
 PEAKS: dict[str, Peaks] = {
     "h200 nvl": Peaks(835.5, 835.5, 417.7, 60, 60, f"{NVIDIA}/h200/"),
     "h200": Peaks(989.4, 989.4, 494.7, 66.9, 66.9, f"{NVIDIA}/h200/"),

@@ -40,5 +40,5 @@ def _last_cut(sums: list[int], before: dict[int, _Cut], first: int, end: int) ->
 
 
 def bubble(stages: int, window: int) -> float:
-    """Return the share of a step in which a stage of a 1F1B pipeline waits (https://arxiv.org/abs/2006.09503)."""
+    """Return the share of a step that a stage of a 1F1B pipeline spends waiting (https://arxiv.org/abs/2006.09503)."""
     return (stages - 1) / (window + stages - 1)

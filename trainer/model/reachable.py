@@ -1,4 +1,4 @@
-"""Find, keep and put back what a block can write to beside its output: containers, attributes, generators, hooks."""
+"""Find, keep and put back what a block can write to besides its output: containers, attributes, generators, hooks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _LARGEST_COPY = 100_000
 
 def tensors_in(nested: Any) -> list[torch.Tensor]:
     """Return the tensors in any nesting of dicts, lists, tuples and the like."""
-    leaves, _ = torch.utils._pytree.tree_flatten(nested)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
@@ -68,7 +67,7 @@ def objects(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
 
 
 def nodes_behind(roots: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield nodes of autograd's graph and what is behind them, each once, without `ends` and what only these reach."""
+    """Yield the nodes of autograd's graph that `roots` reach without passing through `ends`, each once."""
     seen, waiting = {None, *ends}, [*roots]
     while waiting:
         node = waiting.pop()
@@ -97,9 +96,10 @@ def is_users(one: Any) -> bool:
 
 
 def keep_attributes_of(one: Any, other: Any) -> None:
-    """Give a copy of a container the attributes that copying lost: of a subclass, or set again by an `__init__`."""
+    """Give a copy of a container the attributes that were lost: a subclass's, or values that `__init__` set again."""
     if isinstance(one, (list, deque, dict)):
-        getattr(other, "__dict__", {}).update(getattr(one, "__dict__", {}))
+        if hasattr(one, "__dict__"):  # an object of a subclass
+            vars(other).update(vars(one))
         return
     for name, value in attributes(one).items():
         if not isinstance(value, (torch.Tensor, list, deque, dict, tuple)) and not _is_dataclass(value):
@@ -116,7 +116,7 @@ def content(container: Any) -> dict[Any, Any]:
 
 
 def fill(container: Any, entries: dict[Any, Any]) -> None:
-    """Replace what is in a container by the entries that `content` has returned of one."""
+    """Replace the contents of a container by entries that `content` has returned."""
     if not isinstance(container, (list, deque, set, dict)):
         for name in attributes(container).keys() - entries.keys():
             object.__delattr__(container, name)
@@ -136,7 +136,7 @@ def same_content(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 
 
 def is_container(one: Any) -> bool:
-    """Whether an object is one that `content` takes, and small."""
+    """Whether `content` takes an object, and it is small."""
     if isinstance(one, (list, deque, set, dict)):
         return len(one) <= _LARGEST
     has_attributes = hasattr(one, "__dict__") or hasattr(one, "__slots__")
@@ -233,25 +233,21 @@ def _is_dataclass(one: Any) -> bool:
 
 
 def places(name: str, block: nn.Module, inputs: Any = ()) -> Iterator[tuple[str, Any]]:
-    """Yield what a block may write to, with words for it: attributes, objects among its inputs, what its hooks know."""
+    """Yield what a block may write to, each with a description: attributes, objects among its inputs, and its hooks."""
     for path, child in block.named_modules():
         place = f"{name}.{path}".strip(".")
-        for attribute, value in _written_by(child):
-            yield f"{place}.{attribute}" if attribute else f"what a hook of {place} writes to", value
-    leaves, _ = torch.utils._pytree.tree_flatten(inputs)
-    for leaf in leaves:
+        for attribute, value in [*vars(child).items()]:
+            if attribute not in OF_TORCH and type(value) not in _OPAQUE:
+                yield f"{place}.{attribute}", value
+        for hook in [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]:
+            yield f"what a hook of {place} writes to", hook
+    for leaf in torch.utils._pytree.tree_leaves(inputs):
         if not isinstance(leaf, torch.Tensor):
             yield f"what is in a {type(leaf).__name__} among the arguments", leaf
 
 
-def _written_by(child: nn.Module) -> list[tuple[str, Any]]:
-    """Return what a part of a block may write to: its attributes by name, and its hooks."""
-    own = [(name, value) for name, value in vars(child).items() if name not in OF_TORCH and type(value) not in _OPAQUE]
-    return own + [("", hook) for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values())]
-
-
 def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield containers and random generators at module level that a block's methods use, and functions of theirs."""
+    """Yield the containers and random generators at module level that a block's methods and their functions use."""
     kinds = {kind: None for child in block.modules() for kind in type(child).__mro__ if _is_users_class(kind)}
     functions = [function for kind in kinds for one in vars(kind).values() for function in functions_of(one)]
     known = set(functions)
@@ -259,13 +255,13 @@ def global_containers(block: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in used_globals(function).items():
             if isinstance(value, (list, deque, set, dict)) or is_generator(value):
                 yield f"{name} at the level of {function.__module__}", value
-            elif isinstance(value, FunctionType) and value not in known and _is_of_package(value, function):
+            elif isinstance(value, FunctionType) and value not in known and _package(value) == _package(function):
                 known.add(value)
                 functions.append(value)
 
 
-def _is_of_package(one: FunctionType, other: FunctionType) -> bool:
-    return one.__module__.partition(".")[0] == other.__module__.partition(".")[0]
+def _package(one: type | FunctionType) -> str:
+    return one.__module__.partition(".")[0]
 
 
 def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
@@ -288,13 +284,13 @@ def shared_objects(blocks: Mapping[str, nn.Module]) -> list[Any]:
 
 def _is_users_class(kind: type) -> bool:
     """Whether a class does not belong to this package or to a library of modules."""
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+    return _package(kind) not in _LIBRARIES
 
 
 def objects_behind(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield an object and what is in it, in any nesting of containers, objects and what functions enclose, each once.
 
-    What belongs to this package or to a library is not looked into.
+    Objects of this package or of a library are not looked into.
     """
     of: Any = value if isinstance(value, FunctionType) else type(value)
     known = isinstance(value, (torch.Tensor, torch.Generator)) or not of.__module__ or _is_users_class(of)
@@ -311,13 +307,16 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
 
     `of_class`: also the attributes of the user's classes of an object.
     """
-    container: Any = next(filter(partial(isinstance, value), CONTAINERS), None)
-    if container is not None:
-        # By its own methods: a subclass may do anything in them.
-        several = container.__len__(value) <= _LARGEST
-        items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
-        # A key may be anything: an optimizer's are parameters.
-        return {key if type(key) is str else n: one for n, (key, one) in enumerate(items)} if several else {}
+    container: Any
+    for container in CONTAINERS:
+        if isinstance(value, container):
+            # By its own methods: a subclass may do anything in them.
+            if container.__len__(value) > _LARGEST:
+                return {}
+            if container is not dict:
+                return dict(enumerate(container.__iter__(value)))
+            # A key may be anything: an optimizer's are parameters.
+            return {key if type(key) is str else n: one for n, (key, one) in enumerate(container.items(value))}
     if isinstance(value, CellType):
         return {"": value.cell_contents} if is_filled(value) else {}
     if isinstance(value, FunctionType):
@@ -331,9 +330,10 @@ def named_inside(value: Any, of_class: bool = False) -> dict[Any, Any]:
     if isinstance(value, WRAPPERS):
         return dict(enumerate(functions_of(value)))
     found = attributes(value)
-    for kind in type(value).__mro__ if of_class else ():
-        if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
-            found = {**vars(kind), **found}
+    if of_class:
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in _WITHOUT_STATE:
+                found = {**vars(kind), **found}
     return found
 
 
@@ -353,7 +353,7 @@ def walk(
         depth: levels of objects in objects that are looked through.
         seen: objects that are left out, by their id; is given what is inside each object that is looked into.
         opaque: kinds of objects that are left out.
-        libraries: packages whose objects are not looked into.
+        libraries: packages whose objects are not searched.
     """
     found: list[tuple[str, Any]] = []
     waiting = [(one, str(name), depth) for name, one in reversed(values.items())]
@@ -378,7 +378,7 @@ def _inside(value: Any) -> Iterable[Any]:
     """Return what a block may write to in an object: of functions also globals, of a module its own attributes only."""
     if isinstance(value, torch.Tensor):
         return ()
-    if isinstance(value, nn.Module):  # its parts are asked for by themselves
+    if isinstance(value, nn.Module):  # `places` yields its parts separately
         return [one for name, one in attributes(value).items() if name[:1] != "_"]
     used = used_globals(value).values() if isinstance(value, FunctionType) else ()
     return [*named_inside(value).values(), *used]
@@ -390,7 +390,7 @@ class Held:
     Args:
         block: whose attributes, buffers and random generators these are, and what is in containers and objects.
         inputs: the arguments, whose tensors have to stay unchanged.
-        largest_copy: elements of a tensor of the block up to which the block may change it in place.
+        largest_copy: the most elements that a tensor of the block may have to be changed in place by the block.
     """
 
     def __init__(self, block: nn.Module, inputs: Any = (), largest_copy: float = _LARGEST_COPY) -> None:
@@ -413,7 +413,7 @@ class Held:
         """Have the block see what it held; what it holds now is there again on exit, whatever runs in between.
 
         Raises:
-            ConfigError: a tensor has been changed in place and there is no copy.
+            ConfigError: a tensor that was not copied has been changed in place.
         """
         for tensor, version in self._others:
             if _version(tensor) != version:

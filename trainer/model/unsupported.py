@@ -15,8 +15,8 @@ from trainer.precision import is_quantized
 Found = Iterator[str]
 """The names of layers or parameters."""
 CHANGE_GRADIENTS = (
-    "Change the gradients in on_before_optimizer_step, where p.grad is a shard, and that of a mask is "
-    "distribute_tensor(mask, p.device_mesh, p.placements), from torch.distributed.tensor; or use strategy 'ddp'."
+    "Change the gradients in on_before_optimizer_step, where p.grad is a shard; shard a mask by "
+    "distribute_tensor(mask, p.device_mesh, p.placements) of torch.distributed.tensor. Or use strategy 'ddp'."
 )
 
 

@@ -56,13 +56,13 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
 
 
 _MADE_LATER: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""The names of the buffers that were None as a module was made, which a step or a hook makes."""
+"""The names of the buffers that were None when a module was made; a step or a hook makes them."""
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the names of the buffers that belong to checkpoints, also those that are None, with their places."""
     for path, part in module.named_modules():
-        for name in part._buffers.keys():  # noqa: SIM118  (that of a scripted module is no dict)
+        for name in part._buffers.keys():  # noqa: SIM118  (a scripted module's is not a dict)
             if name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}".removeprefix("."), part, name
 
@@ -75,22 +75,23 @@ def note_later_buffers(module: nn.Module) -> None:
 
 
 def drop_later_buffers(module: nn.Module) -> None:
-    """Have the buffers be None that were None as the module was made."""
+    """Set the buffers to None that were None when the module was made."""
     for _, part, name in saved_buffers(module):
         if name in _MADE_LATER.get(part, ()):
             part._buffers[name] = None
 
 
 def match_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Have buffers that a step or a hook makes be tensors where a checkpoint has them, and None where it has not."""
+    """Make buffers that a step or a hook creates match a checkpoint: tensors where it has them, else None."""
     note_later_buffers(module)
     tensors = chain(module.buffers(), module.parameters())
     device = next((tensor.device for tensor in tensors), None)
     for key, part, name in saved_buffers(module):
-        if key not in state and name in _MADE_LATER.get(part, ()):
+        if key in state:
+            if part._buffers[name] is None:
+                part._buffers[name] = torch.empty(state[key].shape, dtype=state[key].dtype, device=device)
+        elif name in _MADE_LATER.get(part, ()):
             part._buffers[name] = None
-        elif key in state and part._buffers[name] is None:
-            part._buffers[name] = torch.empty(state[key].shape, dtype=state[key].dtype, device=device)
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -124,7 +125,7 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
 
 
 def with_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return weights by name; of a quantized one, which no format of files knows, the tensors that it is made of.
+    """Return weights by name; in place of a quantized weight, which no file format knows, the tensors in it.
 
     Their names follow torchao's attributes: `layer.weight.qdata`, `layer.weight.scale`.
     """
@@ -166,9 +167,7 @@ class SettingParts(TorchFunctionMode):
         self._shape_of, self._set_value = shape_of, set_value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_ and func != _GET_SHAPE:
-            return func(*args, **(kwargs or {}))
-        shape = self._shape_of(args[0])
+        shape = self._shape_of(args[0]) if func in (torch.Tensor.copy_, _GET_SHAPE) else None
         if shape is None:
             return func(*args, **(kwargs or {}))
         if func == _GET_SHAPE:
