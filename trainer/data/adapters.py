@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.arguments import defines
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.combined_loader import CombinedBatches, CombinedLoader
-from trainer.data.iterable_loader import IterableLoader
+from trainer.data.iterable_loader import EveryNth, IterableLoader
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
 from trainer.errors import ConfigError, shown
@@ -35,14 +35,14 @@ def make_batch_loader(
     """Return the batches of `loader` for one process.
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
-    sample counts exactly once, and any position is reached without reading samples. Everything else (a subclass of
-    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used unchanged, by an
-    `IterableLoader`.
+    sample counts exactly once, and any position is reached without reading samples. An `IterableLoader` uses
+    everything else unchanged: a subclass of DataLoader, a DataLoader over an IterableDataset, a list of batches, any
+    iterable.
 
     Args:
         loader: yields the batches.
         name: its name, for messages.
-        rank, world_size: of this process, among those that read different samples.
+        rank, world_size: of this process, among the processes that read different samples.
         seed: of order and augmentation; the same on all ranks.
         training: all ranks get the same number of batches, if need be with padding; else no sample is repeated.
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
@@ -71,7 +71,7 @@ def make_batch_loader(
             "object with __iter__ that yields batches."
         )
     if not is_plain(loader):
-        cut = split and world_size > 1 and repeats_samples(loader)
+        share = EveryNth(rank, world_size) if split and _repeats_samples(loader) else EveryNth(0, 1)
         return IterableLoader(
             loader,
             label=label,
@@ -79,17 +79,17 @@ def make_batch_loader(
             seed=seed,
             training=training,
             limit=limit,
-            every_nth_of=rank if cut else None,
+            share=share,
             reshuffles=shuffle is not False,
         )
     return ShardedDataLoader(loader, DistributedBatchSampler(loader, seed=seed, **place, **options), label, limit)
 
 
-def repeats_samples(loader: Any) -> bool:
-    """Whether each of several processes would get all samples: a subclass of DataLoader that knows of no processes."""
-    if not isinstance(loader, DataLoader) or is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+def _repeats_samples(loader: Any) -> bool:
+    """Whether a subclass of DataLoader knows of no processes: each of several would get all samples."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    samplers = (loader.sampler, loader.batch_sampler)
     return not any(hasattr(one, "num_replicas") or hasattr(one, "rank") for one in samplers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -43,12 +43,15 @@ class CombinedLoader:
     @property
     def sampler(self) -> Any:
         """The samplers of the loaders, in their structure."""
-        return tree_unflatten([getattr(one, "sampler", None) for one in self.flattened], self.structure)
+        return self._attributes("sampler")
 
     @property
     def batch_sampler(self) -> Any:
         """The batch samplers of the loaders, in their structure."""
-        return tree_unflatten([getattr(one, "batch_sampler", None) for one in self.flattened], self.structure)
+        return self._attributes("batch_sampler")
+
+    def _attributes(self, name: str) -> Any:
+        return tree_unflatten([getattr(one, name, None) for one in self.flattened], self.structure)
 
     def __len__(self) -> int:
         return combined_length([len(one) for one in self.flattened], self.mode)
@@ -78,7 +81,7 @@ def together(
     """Yield lists with an item of each iterator; `begin` starts them, in "max_size_cycle" again and again.
 
     Args:
-        ended: which of them have been at their end before; default: none.
+        ended: whether each iterator has been at its end before; default: none has.
     """
     iterators = [start() for start in begin]
     ended = list(ended or [False] * len(begin))
@@ -106,13 +109,13 @@ class CombinedBatches(BatchLoader):
         self.exact = all(part.exact for part in parts)
         self.one_shot = any(part.one_shot for part in parts)
         self._lengths: list[int | None] = [None] * len(parts)
-        """The batches of each loader in this epoch; None: it does not know its length, and has not ended yet."""
+        """The batches of each loader in this epoch; None: a loader of unknown length that has not ended yet."""
         self._set_sizes()
         self.note = " ".join(part.note for part in parts if part.note) or None
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         for part, before in zip(self.parts, self._lengths, strict=True):
-            # One that has begun again may be at the beginning of its round.
+            # A loader that has begun again may be at the beginning of its round.
             part.measure(epoch, start % before if self.mode == "max_size_cycle" and before else start)
             if self.mode == "sequential":
                 length = before if part.length is None else part.length
@@ -130,7 +133,7 @@ class CombinedBatches(BatchLoader):
         self._lengths = [before if now is None else now for before, now in zip(self._lengths, lengths, strict=True)]
 
     def _combined(self, lengths: Sequence[int | None]) -> int | None:
-        """Return the number of batches of loaders of these lengths; None: one of them is not known."""
+        """Return the number of batches of loaders of these lengths; None: a length is not known."""
         return None if None in lengths else combined_length(lengths, self.mode)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -145,7 +148,7 @@ class CombinedBatches(BatchLoader):
         yield from islice(batches, None if self.limit is None else self.limit - start)
 
     def _places(self, start: int) -> list[tuple[int, int]]:
-        """Return the full rounds of each loader, which one that begins again has, and the batches after them."""
+        """Return the full rounds that each loader has made, if it begins again, and the batches after them."""
         if self.mode == "max_size_cycle":
             return [divmod(start, length) if length else (0, start) for length in self._lengths]
         places = []
@@ -164,8 +167,8 @@ class CombinedBatches(BatchLoader):
     def _together(self, epoch: int, places: list[tuple[int, int]]) -> Iterator[Batch]:
         begin = [self._rounds(number, epoch, *place) for number, place in enumerate(places)]
         for batches in together(begin, self.mode, [rounds > 0 for rounds, _ in places]):
-            first = next(batch for batch in batches if batch is not None)
-            data = [None if batch is None else batch.data for batch in batches]
+            first = next(filter(None, batches))
+            data = [getattr(batch, "data", None) for batch in batches]
             yield first._replace(data=tree_unflatten(data, self.structure))
 
     def _rounds(self, number: int, epoch: int, done: int, position: int) -> Callable[[], Iterator[Batch]]:
@@ -179,7 +182,7 @@ class CombinedBatches(BatchLoader):
         return begin
 
     def _batches(self, number: int, epoch: int, start: int, again: int = 0) -> Iterator[Batch]:
-        """Yield the batches of a loader, and learn their number where its length is unknown."""
+        """Yield the batches of a loader, and note their number if its length is unknown."""
         given = count(start)
         yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start, again), given)
         if self._lengths[number] is None:
@@ -193,9 +196,8 @@ class CombinedBatches(BatchLoader):
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
         names = dict.fromkeys(chain.from_iterable(each))
-        return {name: "; ".join(one.get(name, "") for one in each) for name in names} | {
-            "loader": f"combined, {self.mode}"
-        }
+        described = {name: "; ".join(one.get(name, "") for one in each) for name in names}
+        return {**described, "loader": f"combined, {self.mode}"}
 
     def numbers(self) -> dict[str, dict[str, str]]:
         each = [part.numbers() for part in self.parts]
@@ -207,9 +209,9 @@ class CombinedBatches(BatchLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(state, {"lengths?": [(Integer(), None)]}, "the state of a CombinedLoader")
-        saved = [*state.get("lengths", []), *[None] * len(self.parts)]
+        saved = chain(state.get("lengths", []), repeat(None))
         self._lengths = [
-            saved[number] if part.length is None else part.length for number, part in enumerate(self.parts)
+            length if part.length is None else part.length for part, length in zip(self.parts, saved, strict=False)
         ]
         for part, one in zip(self.parts, state.get("loaders", []), strict=False):
             part.load_state_dict(one)

@@ -77,6 +77,8 @@ class BatchLoader(ABC):
     """A line for the user to read at the start of the run, or None."""
     _loader: Any
     """The loader that is iterated."""
+    _promised: int | None = None
+    """Batches per epoch on this process, by the loader's length; None if unknown."""
     _newest: weakref.ref[Any] | None = None
     """The newest iterator of the loader, if that may have workers."""
 
@@ -95,9 +97,10 @@ class BatchLoader(ABC):
         """The largest `length` of all processes. In training all have the same."""
         self.samples_per_epoch: int | None = None
         """Samples per epoch over all processes, after the limit; None if unknown."""
-        self.num_workers: int | None = loader.num_workers if isinstance(loader, DataLoader) else None
+        options = loader if isinstance(loader, DataLoader) else None
+        self.num_workers: int | None = getattr(options, "num_workers", None)
         """Number of processes that load batches; None: the loader is not a DataLoader."""
-        self.pinned: bool | None = loader.pin_memory if isinstance(loader, DataLoader) else None
+        self.pinned: bool | None = getattr(options, "pin_memory", None)
         """True if batches come in pinned memory; None: the loader is not a DataLoader."""
 
     def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None) -> None:
@@ -106,6 +109,13 @@ class BatchLoader(ABC):
         if self._measured != before:  # else the length stays the common one of all processes
             self.length = _minimum(num_local_batches, self.limit)
             self.max_length = _minimum(num_global_batches, self.limit)
+
+    def _promise(self, batches: int | None) -> None:
+        """Remember this process's batches per epoch, of which `as_promised` is certain; None: unknown.
+
+        `length` may be another process's, in training.
+        """
+        self._promised = None if batches is None else _minimum(batches, self.limit)
 
     @abstractmethod
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
@@ -162,16 +172,14 @@ class BatchLoader(ABC):
         """
         return {}
 
-    def as_promised(
-        self, batches: Iterator[Batch], length: int | None, start: int, source: str, slack: int = 0
-    ) -> Iterator[Batch]:
-        """Return the batches from number `start` on; raise ConfigError if in the end there are not `length` of them.
+    def as_promised(self, batches: Iterator[Batch], start: int, source: str, slack: int = 0) -> Iterator[Batch]:
+        """Return the batches from number `start` on; raise ConfigError if their number turns out to be another.
 
         Args:
-            length: None: unknown, and not checked.
-            source: a description of the object whose length it is.
+            source: a description of the object that has the length.
             slack: the difference that is allowed.
         """
+        length = self._promised
         return batches if length is None else chain.from_iterable(self._counted(batches, length, start, source, slack))
 
     def _counted(
@@ -250,7 +258,7 @@ class BatchLoader(ABC):
     def kept_data(self) -> Iterator[None]:
         """Read in the block; afterwards place, generators and plain attributes of the user's data are as before."""
         users = [one for name in ("dataset", "collate_fn") if (one := getattr(self._users, name, None)) is not None]
-        before = [(one, {name: value for name, (value,) in plain_attributes(one).items()}) for one in users]
+        before = [(one, plain_attributes(one)) for one in users]
         with isolated_rng(generators=self.generators()), self.kept_place():
             yield
         for one, values in before:

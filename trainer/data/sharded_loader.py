@@ -72,9 +72,7 @@ class ShardedDataLoader(BatchLoader):
             _check_not_empty(loader, sampler, self.label)
         self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
-        own = sampler.num_global_batches if sampler.pads else sampler.num_local_batches()
-        # Of this process; in training the length may be another process's.
-        self._promised = own if own is None or self.limit is None else min(own, self.limit)
+        self._promise(sampler.num_global_batches if sampler.pads else sampler.num_local_batches())
         self.batch_size = _batch_size(sampler)
         if self.parts > 1:
             self._count_parts()
@@ -139,7 +137,7 @@ class ShardedDataLoader(BatchLoader):
         seed = 0 if self._loader.persistent_workers else round_of(epoch, again)
         self._generator.manual_seed(mix_seed(self._seed, seed) >> 1)
         batches = map(self._received, self._batches(), itertools.count(start))
-        yield from self.as_promised(batches, self._promised, start, f"its {type(self.sampler.sampler).__name__}")
+        yield from self.as_promised(batches, start, f"its {type(self.sampler.sampler).__name__}")
 
     def facts_for_ranks(self) -> FactsForRanks:
         sampler, kind = self.sampler, type(self.sampler.sampler)
