@@ -20,7 +20,7 @@ from trainer.data.loader import Batch, BatchLoader, has_state, round_of
 from trainer.data.sampler_state import own_generators, seed_with, set_epoch
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
-from trainer.metrics.metric_log import add_sizes
+from trainer.metrics.metric_log import first_dimensions
 from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
@@ -313,8 +313,7 @@ class IterableLoader(BatchLoader):
 
         None: the tensors differ in it.
         """
-        sizes: dict[int, None] = {}
-        add_sizes(data, sizes)
+        sizes = first_dimensions(data)
         samples = next(iter(sizes), 0)
         fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, de
 from trainer.data.loader import Batch
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
-from trainer.metrics.metric_log import add_sizes
+from trainer.metrics.metric_log import first_dimensions
 from trainer.seed import mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")
@@ -95,11 +95,10 @@ class SeededDataset(Dataset[Batch]):
 
     def _batch_of_one_index(self, data: Any, request: SeededIndices) -> Batch:
         """Return what one index gave, without automatic batching: a sample, or a batch that the dataset has made."""
-        sizes: dict[int, None] = {}
-        add_sizes(data, sizes)
+        sizes = first_dimensions(data)
         if not sizes or request.samples != 1:
             return Batch(data, request.samples, request.total)
-        samples = next(iter(sizes)) if len(sizes) == 1 else None
+        samples = sizes[0] if len(sizes) == 1 else None
         return Batch(data, samples, samples if self._alone else None)
 
     def _fetch_one(self, request: SeededIndices) -> Any:
@@ -144,9 +143,8 @@ def samples_left(data: Any, fetched: Any, asked: int) -> int | None:
 
     None: unknown, because fewer rows may also be time, pairs of samples, or samples that are joined in a row.
     """
-    sizes: dict[int, None] = {}
-    add_sizes(data, sizes)
-    if not sizes or (asked in sizes and min(sizes) == asked):
+    sizes = first_dimensions(data)
+    if min(sizes, default=asked) == asked:
         return asked
     rows = [shape for shape in _shapes(data) if shape]
     in_all, there = _shapes_in_all(fetched, asked)

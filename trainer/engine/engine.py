@@ -1,4 +1,4 @@
-"""Engine: the trainer's parts for a loop of one's own."""
+"""Engine: the trainer's parts for a loop that you write."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ class Engine(Answers):
         self._optimizers: list[EngineOptimizer] = []
         self.loaders = Loaders(self)
         self._block: CodeType | None = None
-        """The function with the block of `with`."""
+        """The function that contains the `with` block."""
         self._last: EngineModule | None = None
-        """The model that was called last to be trained."""
+        """The model that was called last with gradients."""
         self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
         self._saved_at: list[tuple[int, int]] = []
         """The positions of the loaders in progress at the last save."""
@@ -133,7 +133,7 @@ class Engine(Answers):
         """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
         self._backwards = self.steps = self._calls = 0
         """`_calls`: calls of models and of backward that need all processes; they show that a process has continued
-        without the others. Other calls do not count: an evaluation may have different numbers of batches elsewhere."""
+        without the others. Other calls do not count: processes may evaluate different numbers of batches."""
         if seed is not None:
             seed_generators(seed)
 
@@ -239,7 +239,7 @@ class Engine(Answers):
         prepared = strategy.setup_optimizers([*optimizers], steps) if optimizers else []
         finite, changes = StateMonitor(adapter, strategy, prepared), HookChanges(adapter, prepared, {})
         model = EngineModule(module, strategy, self, finite, changes, bool(optimizers))
-        wrapped = [EngineOptimizer(optimizer, model, self) for optimizer in prepared]
+        wrapped = [EngineOptimizer(optimizer, model, self, number) for number, optimizer in enumerate(prepared)]
         self._models.append(model)
         self._optimizers += wrapped
         return (model, *wrapped) if wrapped else model
@@ -349,13 +349,14 @@ class Engine(Answers):
         Returns:
             The norm before, on the device; None by value, and under DeepSpeed, which clips in the step.
         """
-        value = max_norm if clip_val is None else clip_val
-        if value is None or (clip_val is not None and max_norm is not None) or norm_type != 2:
+        given = {"value": clip_val, "norm": max_norm}
+        limits = {algorithm: limit for algorithm, limit in given.items() if limit is not None}
+        if len(limits) != 1 or norm_type != 2:
             raise ConfigError("engine.clip_gradients: give either clip_val= or max_norm=, and norm_type=2.0.")
+        algorithm, limit = limits.popitem()
         strategy = optimizer.model._strategy
         strategy.unscale(optimizer.optimizer)
-        algorithm = "norm" if clip_val is None else "value"
-        norm: torch.Tensor | None = strategy.clip_gradients(optimizer.optimizer, value, algorithm)
+        norm: torch.Tensor | None = strategy.clip_gradients(optimizer.optimizer, limit, algorithm)
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: the loss is too large, or not finite.")
         return norm
@@ -520,8 +521,6 @@ class Engine(Answers):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of process `src`: data and tensors, in any nesting. Collective."""
         self._require_entered("broadcast")
-        if not 0 <= src < self.world_size:
-            raise ConfigError(f"engine.broadcast(src={src}): the processes are 0 to {self.world_size - 1}.")
         if self.world_size == 1:
             return obj
         processes = self.strategy.processes
@@ -586,7 +585,7 @@ class Engine(Answers):
         return load(self, path, {} if state is None else state, strict)
 
     def go_on_from(self, steps: int) -> None:
-        """Count on from the steps of a checkpoint."""
+        """Continue the count of steps from a checkpoint."""
         self.steps, self._begun, self._saved_at = steps, True, []
 
     @property
@@ -604,7 +603,7 @@ class Engine(Answers):
 
 
 def _site(frame: FrameType | None, until: CodeType | None) -> str:
-    """Return a call's place in the program, by functions and lines in them, from the block of `with` on."""
+    """Return a call's place in the program, by functions and lines in them, from the `with` block on."""
     calls = []
     while frame is not None:
         code = frame.f_code

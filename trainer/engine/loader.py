@@ -49,19 +49,20 @@ class Loaders:
         return [loader for one in self._made if (loader := one()) is not None]
 
     def set_up(self, given: Any, training: bool, split: bool, site: str) -> EngineLoader:
-        """Return a loader of the Engine for one of the user. Collective."""
+        """Return the Engine's loader for a user's loader. Collective."""
         if isinstance(given, EngineLoader):
             raise ConfigError("engine.setup_dataloaders: this loader is set up already.")
         refuse_data(given, "engine.setup_dataloaders")
         engine, processes = self.engine, self.engine.strategy.processes
 
         def make(number: int) -> BatchLoader:
+            name, seed = (str(number), derive_seed(engine.seed, number)) if number else ("", engine.seed)
             return make_batch_loader(
                 given,
-                name=str(number) if number else "",
+                name=name,
                 rank=processes.reader,
                 world_size=processes.readers,
-                seed=derive_seed(engine.seed, number) if number else engine.seed,
+                seed=seed,
                 training=training,
                 seed_per_sample=engine.config.settings.seed_per_sample,
                 split=split,
@@ -112,7 +113,7 @@ class Loaders:
         self.place(by_order=True)
 
     def report_left(self) -> None:
-        """Warn once if a program that loads a checkpoint of now may not go on exactly."""
+        """Warn once if a program that loads a checkpoint written now may not continue exactly."""
         left = next((one.left for one in self.positions if one.left and one.goes_on), 0)
         if left and not self._reported_left and self.engine.is_global_zero:
             self._reported_left = True
@@ -129,7 +130,7 @@ class Position:
     def __init__(self, loaders: Loaders) -> None:
         self._loaders = loaders
         self.loader: Callable[[], EngineLoader | None] = _nothing
-        """A weak reference to the loader of now."""
+        """A weak reference to the current loader."""
         self.site, self.training = "", True
         """The place of the call in the program; the kind of its loaders."""
         self.epoch = self.batch = 0
@@ -151,7 +152,7 @@ class Position:
         """The engine's backwards then; the batch after which an epoch was left before its end, if one was."""
 
     def is_free(self, new: list[EngineLoader]) -> bool:
-        """Return True if one of these loaders may go on here; loaders for evaluation are often kept."""
+        """Return True if one of these loaders may continue here; loaders for evaluation are often kept."""
         loader = self.loader()
         return loader is None or (self.training and loader not in new and self.epoch > 0 and not self.goes_on)
 
@@ -371,7 +372,7 @@ class EngineLoader:
         self._placed.load_state_dict(state)
 
     def _state(self) -> dict[str, Any]:
-        """Return the part of the position that is the loader's own."""
+        """Return the loader's part of the position."""
         sizes = {"global_micro_batch": self._global_micro_batch, "began_with": self._began_with}
         return {**sizes, "state": self._loader.state_dict()}
 

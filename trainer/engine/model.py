@@ -26,7 +26,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Adapter(TrainModule):
-    """A user's module as strategies take it: each of its methods runs as a step."""
+    """The form of a user's module that strategies take: each of its methods runs as a step."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -190,9 +190,11 @@ class EngineModule(nn.Module):
 class EngineOptimizer(Optimizer):
     """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
 
-    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
+    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any, number: int) -> None:
         # Not super().__init__: groups and states belong to the given optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
+        self.number = number
+        """The place among the optimizers of the model."""
         self.stepping = False
         self.waits = False
         """True if gradients of a backward wait for a later step; a checkpoint has them."""
@@ -218,8 +220,8 @@ class EngineOptimizer(Optimizer):
     def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self.stepping:
             raise ConfigError(
-                f"the step of torch's {type(optimizer).__name__} itself leaves out what precision and strategy do: "
-                "step the optimizer that engine.setup returned."
+                f"the step of torch's {type(optimizer).__name__} leaves out the work of precision and strategy: step "
+                "the optimizer that engine.setup returned."
             )
 
     @property
@@ -259,7 +261,7 @@ class EngineOptimizer(Optimizer):
 
 
 def take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
-    """Give an optimizer the parameters that a strategy has put in place of those with these names.
+    """Give an optimizer the parameters that a strategy has put in place of the ones with these names.
 
     Raises:
         ConfigError: the optimizer has a state of parameters that were replaced.

@@ -97,8 +97,11 @@ def search_settings(attempt: Callable[[Setting], float], settings: Iterator[Sett
 
 def together(settings: list[Setting]) -> Setting:
     """Return one setting in place of several."""
-    arguments = {name: value for setting in settings for name, value in setting.arguments.items()}
-    loader = {name: value for setting in settings for name, value in setting.loader.items()}
+    arguments: dict[str, Any] = {}
+    loader: dict[str, Any] = {}
+    for setting in settings:
+        arguments |= setting.arguments
+        loader |= setting.loader
     name = " + ".join(setting.name for setting in settings)
     return Setting(name, arguments, loader, any(setting.fused for setting in settings))
 
@@ -142,7 +145,7 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
 
 
 def fused(optimizers: Any) -> Any:
-    """Set `fused` in those optimizers of torch that have a fused step.
+    """Set `fused` in the optimizers of torch that have a fused step.
 
     Raises:
         ConfigError: no optimizer has a fused step, or one is fused already.

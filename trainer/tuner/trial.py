@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def loader_like(loader: Any, **changes: Any) -> Any:
     """
     from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-    plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
+    plain = type(getattr(loader, "batch_sampler", None)) in (BatchSampler, NoneType)
     if type(loader) is not DataLoader or ("batch_size" in changes and not plain):
         raise ConfigError(
             f"the loader is a {type(loader).__name__}, or has its own batch sampler: give a plain DataLoader, or use "

@@ -32,8 +32,6 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        if not isinstance(trainer, Trainer):
-            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
         """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
@@ -81,7 +79,7 @@ class Tuner:
             close = did_you_mean(attr_name, [*vars(model), *model.hparams])
             raise ConfigError(f"lr_find({attr_name=}): neither {type(model).__name__} nor its hparams has it.{close}")
         if not model.automatic_optimization:
-            raise ConfigError("lr_find sets learning rates of automatic optimization, which this module has not.")
+            raise ConfigError("lr_find needs automatic optimization, and this module optimizes by hand.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
 
         def attempt(rates: Rates) -> Losses:
@@ -216,8 +214,7 @@ def _limit(given: int | None) -> int | None:
 
 
 class _Attribute:
-    """The attribute that was searched for: the first of the names that the module, the data module, or their hparams
-    have."""
+    """The attribute to set: the first of the names that the module, the data module or their hparams have."""
 
     def __init__(self, model: TrainModule, datamodule: DataModule | None, names: Sequence[str]) -> None:
         users: list[Any] = [model] if datamodule is None else [model, datamodule]
@@ -231,7 +228,7 @@ class _Attribute:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the places the values back at the end of the block."""
+        """Restore the values at the end of the block."""
         before = [(place, getattr(place, self.name)) for place in self.places]
         try:
             yield
