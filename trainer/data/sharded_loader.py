@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -68,8 +68,8 @@ class ShardedDataLoader(BatchLoader):
 
     def _measure(self) -> None:
         sampler, loader = self.sampler, self._given
-        if self._given_limit != 0:
-            _check_not_empty(loader, sampler, self.label)
+        if self._given_limit != 0 and sampler.num_global_batches == 0:
+            raise self._no_batch()
         self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
         self._promise(sampler.num_global_batches if sampler.pads else sampler.num_local_batches())
@@ -82,6 +82,15 @@ class ShardedDataLoader(BatchLoader):
                 self.close()
             self._options, self._collate = options, loader.collate_fn
             self._loader = self._make_again(loader)
+
+    def _no_batch(self) -> ConfigError:
+        sampler = self.sampler
+        size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
+        return ConfigError(
+            f"{self.label} has no batch: {type(sampler.sampler).__name__} over {type(self._dataset).__name__} gives "
+            f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the "
+            "data, or use a smaller batch_size."
+        )
 
     @property
     def counts_everywhere(self) -> bool:
@@ -177,10 +186,8 @@ class ShardedDataLoader(BatchLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
 
-    @contextmanager
-    def kept_place(self) -> Iterator[None]:
-        with self.sampler.kept_place():
-            yield
+    def kept_place(self) -> AbstractContextManager[None]:
+        return self.sampler.kept_place()
 
     def numbers(self) -> dict[str, dict[str, str]]:
         contents = {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)
@@ -222,19 +229,6 @@ def _batch_size(sampler: DistributedBatchSampler) -> int | None:
         size = getattr(sampler.sampler, "batch_size", None)
         return size if isinstance(size, int) else None
     return sampler.batch_size if sampler.automatic_batching else None
-
-
-def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> None:
-    """Raise `ConfigError` if it is known to have no batch."""
-    if sampler.num_global_batches != 0:
-        return
-    dataset: Any = loader.dataset
-    size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
-    raise ConfigError(
-        f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
-        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data, or "
-        "use a smaller batch_size."
-    )
 
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:

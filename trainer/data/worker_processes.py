@@ -37,26 +37,33 @@ _BEGIN_S = 5.0
 _TRIES = 4
 
 
-class _Start:
-    """The process that starts a data worker.
+class _DataWorker(BaseProcess):
+    """A worker process that ends when its parent ends, and ignores the signals that stop a run."""
 
-    Args:
-        by_server: multiprocessing's fork server is the worker's parent, at the request of this process.
-    """
+    by_server: ClassVar[bool] = False
+    """True: multiprocessing's fork server is the worker's parent, at the request of this process."""
 
-    def __init__(self, by_server: bool) -> None:
-        self.by_server = by_server
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._starter = os.getpid()
         # prctl's PDEATHSIG is sent at the end of the thread that started the process, not of its process.
         self._thread_lasts = in_main_thread()
 
-    def begin(self) -> None:
-        """Make this worker end with the process that started it, and ignore the signals that stop a run."""
+    @classmethod
+    def _Popen(cls, process: Any) -> Any:  # noqa: N802  # multiprocessing's name
+        with children_keep_handlers():
+            popen = super()._Popen(process)  # type: ignore[misc]
+        # SIGTERM would have no effect: the worker ignores it.
+        popen.terminate = popen.kill
+        return popen
+
+    def run(self) -> None:
         leave_signals_to_parent()
         self._end_with_parent()
         # torch installs its own handler for SIGTERM when its part of the worker begins.
         torchs: Any = signal_handling
         torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
+        super().run()
 
     def _end_with_parent(self) -> None:
         """Have this process end when its parent ends, whatever ends the parent."""
@@ -71,28 +78,6 @@ class _Start:
             threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
         if not self.by_server and {parent, os.getppid()} != {self._starter}:
             os._exit(1)  # the parent ended before this line
-
-
-class _DataWorker(BaseProcess):
-    """A worker process that ends when its parent ends, and ignores the signals that stop a run."""
-
-    by_server: ClassVar[bool] = False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._began = _Start(self.by_server)
-
-    @classmethod
-    def _Popen(cls, process: Any) -> Any:  # noqa: N802  # multiprocessing's name
-        with children_keep_handlers():
-            popen = super()._Popen(process)  # type: ignore[misc]
-        # SIGTERM would have no effect: the worker ignores it.
-        popen.terminate = popen.kill
-        return popen
-
-    def run(self) -> None:
-        self._began.begin()
-        super().run()
 
 
 class _Spawned(_DataWorker, contexts.SpawnProcess):

@@ -298,21 +298,19 @@ class Engine(Answers):
                 "returned. For another method than forward, call model.mark_forward_method('name') first."
             )
         strategy = chosen._strategy
-        if strategy.scaler is not None:
-            for optimizer in self._optimizers:
-                strategy.scale_gradients(optimizer.optimizer)
+        for optimizer in self._optimizers:
+            strategy.scale_gradients(optimizer.optimizer)
         self._backwards += 1
         self._calls += not chosen._accumulates
         held = {one: marks_of_gradients(one.module.parameters()) for one in self._models if one._held}
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
-        for one in self._models:
-            reached = one is chosen or (one in held and held[one] != marks_of_gradients(one.module.parameters()))
-            if one._accumulates or reached:
-                one._held = one._accumulates
+        reached = [one for one, marks in held.items() if marks != marks_of_gradients(one.module.parameters())]
+        for one in [*(one for one in self._models if one._accumulates), *reached, chosen]:
+            one._held = one._accumulates
         self._unstepped = True
         for optimizer in self._optimizers:
-            optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
+            optimizer.waits |= has_gradients(optimizer.optimizer)
 
     @contextmanager
     def no_backward_sync(self, module: EngineModule, enabled: bool = True) -> Iterator[None]:
@@ -386,8 +384,7 @@ class Engine(Answers):
                 "out this step. Save after the last step of a batch."
             )
         self._saved_at = []
-        if strategy.scaler is not None:
-            strategy.unscale(inner)
+        strategy.unscale(inner)
         losses: list[Any] = []
 
         def evaluated() -> Any:
@@ -400,10 +397,8 @@ class Engine(Answers):
             strategy.step(inner, None if closure is None else evaluated, **options)
         finally:
             optimizer.stepping = False
-        if strategy.scaler is not None:
-            strategy.end_step()
-        if strategy.collective_forward:
-            strategy.release_gathered()
+        strategy.end_step()
+        strategy.release_gathered()
         self.steps += 1
         self._unstepped = optimizer.waits = False
         return next(iter(losses), None)

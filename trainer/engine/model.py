@@ -110,7 +110,7 @@ class EngineModule(nn.Module):
 
     def _train(self, *call: Any) -> Any:
         strategy = self._strategy
-        if self._evaluated and strategy.collective_forward:
+        if self._evaluated:
             strategy.release_gathered()
         self._evaluated = False
         with strategy.gradient_sync(last=True) if self._syncs and self._accumulates is None else NULL_CONTEXT:
@@ -175,8 +175,7 @@ class EngineModule(nn.Module):
         if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
             raise self._changed("parameters were frozen or unfrozen")
         if not tables.unchanged():
-            if self._strategy.collective_forward:
-                self._strategy.release_gathered()
+            self._strategy.release_gathered()
             if not tables.unchanged() and not tables.same_parameters():
                 raise self._changed(describe_changes(tables.changes()).replace(MODEL, ""))
 
@@ -188,7 +187,7 @@ class EngineModule(nn.Module):
 
 
 class EngineOptimizer(Optimizer):
-    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
+    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's optimizer."""
 
     def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any, number: int) -> None:
         # Not super().__init__: groups and states belong to the given optimizer.
@@ -223,21 +222,6 @@ class EngineOptimizer(Optimizer):
                 f"the step of torch's {type(optimizer).__name__} leaves out the work of precision and strategy: step "
                 "the optimizer that engine.setup returned."
             )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizer."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the torch optimizer."""
-        return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the torch optimizer, with this process's shards alone; `Engine.save` writes all."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 
 _FUNCTIONS = {
     torch.mean: "mean",
@@ -69,13 +69,10 @@ def as_number(name: str, value: Any) -> float:
 
 def checked_weight(name: str, weight: Any) -> Any:
     """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() == 1:
-            return weight.clone()  # it may change before it is read
-        raise ConfigError(
-            f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
-            "for example len(batch)."
-        )
-    if not isinstance(weight, (int, float)) or weight < 0:
-        raise ConfigError(f"self.log({name!r}): batch_size or weight is {weight!r}; give a number from 0.")
-    return weight
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight.clone()  # it may change before it is read
+    if isinstance(weight, (int, float)) and weight >= 0:
+        return weight
+    raise ConfigError(
+        f"self.log({name!r}): batch_size or weight is {shown(weight)}; give one number from 0, for example len(batch)."
+    )

@@ -115,7 +115,7 @@ def _object_state(metric: Any) -> dict[str, Any] | None:
 
 
 _BESIDE = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
-"""Attributes of torchmetrics' wrappers that count, and are none of their states."""
+"""Attributes of torchmetrics' wrappers that count, although they are not states."""
 
 
 def _beside(metric: Any) -> dict[str, Any]:
@@ -157,10 +157,8 @@ def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.devi
     """Restore what `_unflushed` returned, as values of a step before the next one."""
     for name, saved in state.items():
         entry = metrics.unflushed_entry(name, LogOptions(**saved["options"]))
-        for pair in saved["values"]:
-            if len(pair) != 2:
-                raise _damaged()
-            entry.window_values.append((_number(pair[0], device), _number(pair[1], device)))
+        for value, weight in saved["values"]:
+            entry.window_values.append((_number(value, device), _number(weight, device)))
 
 
 def _number(value: Any, device: torch.device) -> Any:
@@ -219,7 +217,7 @@ def updates_of(metrics: MetricLog) -> dict[str, int]:
 
 
 _OF_THE_RUN = ("MaxMetric", "MinMetric", "MinMaxMetric", "Running", "RunningMean", "RunningSum")
-"""Objects of torchmetrics that are meant to go on from one validation to the next."""
+"""Objects of torchmetrics that are meant to continue from one validation to the next."""
 
 
 def never_reset(metrics: MetricLog, before: dict[str, int]) -> str:

@@ -25,7 +25,7 @@ def metrics_in(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, submodule
         elif type(submodule).__name__ == "MetricCollection":
             # Metrics that share a state are updated when they are read; before, only one of them is up to date.
-            list(submodule.values(copy_state=False))  # type: ignore[operator]
+            list(submodule.values(copy_state=False))
 
 
 class ListStates:

@@ -188,10 +188,8 @@ class Tuner:
             steps_per_trial: steps of each trial; the first is not measured.
 
         Raises:
-            ConfigError: an argument has a wrong value, or the present settings do not train.
+            ConfigError: the present settings do not train, or all steps but the first compile.
         """
-        if type(steps_per_trial) is not int or steps_per_trial < 2:
-            raise ConfigError(f"throughput({steps_per_trial=}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
         def attempt(tried: Setting) -> float:
@@ -201,7 +199,7 @@ class Tuner:
             prepare, given = partial(apply, tried), tried.arguments
             run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
             if not watch.seconds:
-                raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
+                raise ConfigError("no step is left to measure without compilation: give more steps_per_trial (--steps)")
             return watch.samples / watch.seconds
 
         return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
