@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,13 @@ from trainer.arguments import defines
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import EveryNth, IterableLoader
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import BatchLoader, Reading
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
 from trainer.errors import ConfigError, shown
 from trainer.seed import mix_seed
 
 
-def make_batch_loader(
-    loader: Any,
-    *,
-    name: str = "",
-    rank: int,
-    world_size: int,
-    seed: int,
-    training: bool,
-    limit: int | float | None = None,
-    shuffle: bool | None = None,
-    seed_per_sample: bool = False,
-    pad: bool = False,
-    split: bool = True,
-) -> BatchLoader:
+def make_batch_loader(loader: Any, *, name: str = "", limit: int | float | None = None, **reading: Any) -> BatchLoader:
     """Return the batches of `loader` for one process.
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
@@ -41,27 +29,23 @@ def make_batch_loader(
 
     Args:
         loader: yields the batches.
-        name: its name, for messages.
-        rank, world_size: of this process, among the processes that read different samples.
-        seed: of order and augmentation; the same on all ranks.
-        training: all ranks get the same number of batches, if need be with padding; else no sample is repeated.
+        name: the loader's name, for messages.
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
-        shuffle: override the loader: False for the same order in every epoch.
-        seed_per_sample: seed the random numbers of loading for each sample instead of each micro-batch.
-        pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
-        split: False: each rank gets what its own DataLoader's sampler gives.
+        reading: the fields of `Reading`.
 
     Raises:
         ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
     """
-    label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
-    if training and (isinstance(loader, Mapping) or _is_several(loader)):
+    return _batch_loader(loader, name, limit, Reading(**reading))
+
+
+def _batch_loader(loader: Any, name: str, limit: int | float | None, reading: Reading) -> BatchLoader:
+    label = f"the {'training' if reading.training else 'evaluation'} loader" + (f" {name!r}" if name else "")
+    if reading.training and (isinstance(loader, Mapping) or _is_several(loader)):
         loader = CombinedLoader(loader, "max_size_cycle")
-    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "training": training}
-    options: dict[str, Any] = {"shuffle": shuffle, "seed_per_sample": seed_per_sample, "pad": pad, "split": split}
     if isinstance(loader, CombinedLoader):
         parts = [
-            make_batch_loader(one, name=f"{name}{number}", seed=mix_seed(seed, number) >> 1, **place, **options)
+            _batch_loader(one, f"{name}{number}", None, replace(reading, seed=mix_seed(reading.seed, number) >> 1))
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
@@ -71,18 +55,10 @@ def make_batch_loader(
             "object with __iter__ that yields batches."
         )
     if not is_plain(loader):
-        share = EveryNth(rank, world_size) if split and _repeats_samples(loader) else EveryNth(0, 1)
-        return IterableLoader(
-            loader,
-            label=label,
-            world_size=world_size,
-            seed=seed,
-            training=training,
-            limit=limit,
-            share=share,
-            reshuffles=shuffle is not False,
-        )
-    return ShardedDataLoader(loader, DistributedBatchSampler(loader, seed=seed, **place, **options), label, limit)
+        cut = reading.split and _repeats_samples(loader)
+        share = EveryNth(reading.rank, reading.world_size) if cut else EveryNth(0, 1)
+        return IterableLoader(loader, label, limit, reading, share)
+    return ShardedDataLoader(loader, DistributedBatchSampler(loader, reading), label, limit)
 
 
 def _repeats_samples(loader: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import functions_of, globals_fingerprints, length_of, sampler_fingerprints
-from trainer.data.loader import has_state, round_of
+from trainer.data.loader import Reading, has_state, round_of
 from trainer.data.sampler_state import (
     changed_attributes,
     own_generators,
@@ -90,43 +90,25 @@ class DistributedBatchSampler:
     numbers of (seed, epoch) only; one that does its own sharding (`num_replicas` > 1 and `rank`, like a subclass of
     DistributedSampler) is used unchanged.
 
+    With `seed_per_sample` each sample gets a seed of (seed, epoch, position in the global order). Otherwise each batch
+    gets one, of (seed, epoch, global micro-batch, rank).
+
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
-        training: how `drop_last` and padding are meant.
-        pad: padding in evaluation, too.
-        shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
-            True: shuffle where the loader is sequential.
-        split: False: the sampler already gives only this process's part.
-        seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
-            each batch, of (seed, epoch, global micro-batch, rank).
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        training: bool,
-        shuffle: bool | None = None,
-        seed_per_sample: bool = False,
-        pad: bool = False,
-        split: bool = True,
-    ) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], reading: Reading) -> None:
+        self._loader, self.reading = loader, reading
         self._first_batch_size, _, self.sampler, self.has_batch_sampler = _public(loader)
         self.automatic_batching = loader.batch_sampler is not None
-        self.shards_itself = (not split or _shards_itself(self.sampler)) and world_size > 1
-        if self.shards_itself and split:
-            _check_shards(self.sampler, rank, world_size)
-        self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
-        self.seed = seed
-        self.training = training
-        self.pads = training or pad
+        self.shards_itself = (not reading.split or _shards_itself(self.sampler)) and reading.world_size > 1
+        if self.shards_itself and reading.split:
+            _check_shards(self.sampler, reading.rank, reading.world_size)
+        self.rank, self.world_size = (0, 1) if self.shards_itself else (reading.rank, reading.world_size)
+        self.seed = reading.seed
+        self.pads = reading.training or reading.pad
         self._keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
-        self._shuffle, self.reshuffles = shuffle, shuffle is not False
-        self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
+        self.comes_in_order = type(self.sampler) is SequentialSampler and reading.shuffle is None
         self._sizes: dict[str, Any] | None = None
         """The sizes at the beginning of the epoch in progress, from a checkpoint; None: the current sizes."""
         self._epoch, self._start, self._again = 0, 0, 0
@@ -134,7 +116,6 @@ class DistributedBatchSampler:
         self._restored: dict[str, Any] | None = None
         self._told: int | None = None
         """The epoch that `set_epoch` has received for the next iteration."""
-        self._seed_per_sample, self.seed_rank = seed_per_sample, rank
         self._take(self.sampler)
         self._now: list[dict[str, Any]] = []
         """The attributes to set in torch's samplers once the order of a resumed epoch is drawn."""
@@ -156,7 +137,7 @@ class DistributedBatchSampler:
         if self.random_access is None or self._restored is not None or start == 0:
             self._restore_attributes(within_epoch=start > 0)
             if epoch is not None and self.random_access is None:
-                generators, self._told = own_generators(self.sampler), epoch if self.reshuffles else 0
+                generators, self._told = own_generators(self.sampler), self.reading.order_of(epoch)
                 with isolated_rng(generators=generators):
                     seed_with(mix_seed(self.seed, self._told), generators)
                     set_epoch(_nested(self.sampler), self._told)
@@ -181,7 +162,7 @@ class DistributedBatchSampler:
                 )
         self.random_access = random_access(self.sampler, sizes)
         own_order = self.random_access is None or self.random_access.shuffled
-        self.shuffled = own_order if self._shuffle is None else self._shuffle
+        self.shuffled = own_order if self.reading.shuffle is None else self.reading.shuffle
         self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
         """Samples (of all processes) before `drop_last`; None if unknown."""
         if self.random_access is not None:
@@ -194,7 +175,7 @@ class DistributedBatchSampler:
         self._epoch, self._start, self._limit, self._again = epoch, start, limit, again
 
     def __iter__(self) -> Iterator[SeededIndices]:
-        epoch, start = (self._epoch if self.reshuffles else 0), self._start
+        epoch, start = self.reading.order_of(self._epoch), self._start
         if self.has_batch_sampler:
             batches = self._users_batches(epoch, start)
         elif self.random_access is not None:
@@ -210,13 +191,13 @@ class DistributedBatchSampler:
         return self._seeded(batches, round_of(self._epoch, self._again), start)
 
     def _seeded(self, batches: Batches, epoch: int, start: int) -> Iterator[SeededIndices]:
-        rank = () if self._seed_per_sample else (self.seed_rank,)
-        base = mix_seed(self.seed, epoch, *rank)
+        per_sample = self.reading.seed_per_sample
+        base = mix_seed(self.seed, epoch) if per_sample else mix_seed(self.seed, epoch, self.reading.rank)
         for number, (indices, position, samples, total) in enumerate(batches, start):
             request: Any = indices if self.automatic_batching else indices[0]
             if self._latest is not None:
                 self._latest.append((epoch, number, request))
-            if not self._seed_per_sample:
+            if not per_sample:
                 yield SeededIndices(request, mix_seed(base, number), None, samples, total)
             elif self.has_batch_sampler:
                 yield SeededIndices(request, mix_seed(base, position), 0, samples, total)
@@ -328,7 +309,7 @@ class DistributedBatchSampler:
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
-        if self.num_global_batches is None or self.training:
+        if self.num_global_batches is None or self.reading.training:
             return self.num_global_batches
         if self.has_batch_sampler:
             return self._rounds(self.rank)
@@ -362,7 +343,7 @@ class DistributedBatchSampler:
         rank, world, size = self.rank, self.world_size, self.batch_size
         if not self.drop_last:
             return rank * short // world, (rank + 1) * short // world, short
-        batches = 0 if self.training else short // size
+        batches = 0 if self.reading.training else short // size
         low = min(rank, batches) * size
         return low, low + (size if rank < batches else 0), batches * size
 

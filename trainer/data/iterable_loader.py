@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
 from trainer.data.fingerprints import describe_function, length_of
-from trainer.data.loader import Batch, BatchLoader, has_state, round_of
+from trainer.data.loader import Batch, BatchLoader, Reading, has_state, round_of
 from trainer.data.sampler_state import own_generators, seed_with, set_epoch
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
@@ -117,23 +117,9 @@ class IterableLoader(BatchLoader):
         ConfigError: the object has length 0, or `limit` cannot be applied to it.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        label: str,
-        world_size: int,
-        seed: int,
-        training: bool,
-        limit: int | float | None,
-        share: EveryNth,
-        reshuffles: bool,
-    ) -> None:
-        self._loader = loader
-        self._share = share
-        self._seed = seed
-        self._single_process = world_size == 1
-        self._training = training
+    def __init__(self, loader: Any, label: str, limit: int | float | None, reading: Reading, share: EveryNth) -> None:
+        self._loader, self._reading, self._share = loader, reading, share
+        self._single_process, self._training = reading.world_size == 1, reading.training
         self._restored: dict[str, Any] | None = None
         """The state to begin the next epoch with; None: continue where the last one ended."""
         self._first: dict[str, Any] | None = None
@@ -145,8 +131,6 @@ class IterableLoader(BatchLoader):
         self._told: int | None = None
         """The epoch that `set_epoch` has received for the next iteration."""
         self._used = self._reported = False
-        self._reshuffles = reshuffles
-        """False: each epoch repeats the first one."""
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
         self._keeper = _keeper_of_place(loader)
         """The object whose state is the place in the data: the loader or its dataset; None: neither has a state."""
@@ -170,7 +154,7 @@ class IterableLoader(BatchLoader):
                 state = self._state_before(start)
                 if state is not None and start == 0:
                     self._load(state)
-                self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
+                self._seed_and_tell(epoch, mix_seed(self._reading.seed, self._reading.order_of(epoch)))
                 self._told = epoch if state is None or start > 0 else None
                 if state is not None and start > 0:
                     self._load(state)
@@ -256,7 +240,7 @@ class IterableLoader(BatchLoader):
         complete = start == self._promised and not self._slack
         if ended or complete or rest <= 0:
             return
-        if start == 0 and not self._reshuffles and self.stateful and self._first is None:
+        if start == 0 and self._reading.shuffle is False and self.stateful and self._first is None:
             with isolated_rng():
                 self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
         begun = self._begun(epoch, start, again)
@@ -276,7 +260,7 @@ class IterableLoader(BatchLoader):
     def _begun(self, epoch: int, start: int, again: int) -> Iterator[Any] | None:
         """Return the loader's batches from number `start` on; None if it has none."""
         restored, self._restored, self._batches = self._restored, None, None
-        seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
+        seed = mix_seed(self._reading.seed, self._reading.order_of(round_of(epoch, again)))
         with isolated_rng():
             if restored is not None and start == 0:
                 self._end_epoch_before(restored, seed)
@@ -339,7 +323,7 @@ class IterableLoader(BatchLoader):
         # A loader with a state goes through its samplers several times when it is restored.
         seed_with(seed, [] if self.stateful else _generators(self._loader))
         if not told:
-            set_epoch(_parts(self._loader), epoch if self._reshuffles else 0)
+            set_epoch(_parts(self._loader), self._reading.order_of(epoch))
 
     def _load(self, state: dict[str, Any]) -> None:
         with restoring(f"the state of {self.label}"):

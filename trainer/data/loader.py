@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain, compress, islice
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,33 @@ class Batch(NamedTuple):
         """True for a batch of weight zero: it repeats a sample so that this process takes as many steps as the
         others."""
         return self.samples == 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The part of the data that a process reads, and how it reads it."""
+
+    rank: int
+    """The number of this process among the processes that read different samples."""
+    world_size: int
+    """The number of these processes."""
+    seed: int
+    """The seed of order and augmentation, the same on all ranks."""
+    training: bool
+    """True: all ranks get the same number of batches, if need be with padding. False: no sample is repeated."""
+    shuffle: bool | None = None
+    """None: as the loader does. False: the same order in every epoch, sequential for plain loaders. True: shuffle where
+    the loader is sequential."""
+    seed_per_sample: bool = False
+    """Seed the random numbers of loading for each sample instead of each micro-batch."""
+    pad: bool = False
+    """In evaluation, too, a plain DataLoader gives all ranks the same number of batches."""
+    split: bool = True
+    """False: each rank gets the samples of its own DataLoader's sampler."""
+
+    def order_of(self, epoch: int) -> int:
+        """Return the epoch that decides the order of `epoch`: 0 where all epochs have the same order."""
+        return 0 if self.shuffle is False else epoch
 
 
 class FactsForRanks(NamedTuple):
@@ -111,9 +139,9 @@ class BatchLoader(ABC):
             self.max_length = _minimum(num_global_batches, self.limit)
 
     def _promise(self, batches: int | None) -> None:
-        """Remember this process's batches per epoch, of which `as_promised` is certain; None: unknown.
+        """Remember this process's batches per epoch, for `as_promised`; None: unknown.
 
-        `length` may be another process's, in training.
+        In training `length` may be another process's number.
         """
         self._promised = None if batches is None else _minimum(batches, self.limit)
 

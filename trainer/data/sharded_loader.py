@@ -52,7 +52,7 @@ class ShardedDataLoader(BatchLoader):
         self.parts = 1
         """Micro-batches into which each batch is split."""
         self._given = loader
-        self._seed = mix_seed(sampler.seed, sampler.seed_rank)
+        self._seed = mix_seed(sampler.seed, sampler.reading.rank)
         self._dataset: Any = loader.dataset
         self._generator = torch.Generator()
         self._options: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class ShardedDataLoader(BatchLoader):
 
     def _no_batch(self) -> ConfigError:
         sampler = self.sampler
-        size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
+        size = sampler.batch_size * (sampler.world_size if sampler.reading.training else 1)
         return ConfigError(
             f"{self.label} has no batch: {type(sampler.sampler).__name__} over {type(self._dataset).__name__} gives "
             f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the "
@@ -121,8 +121,8 @@ class ShardedDataLoader(BatchLoader):
         else:
             options |= {"sampler": self.sampler, "batch_size": None}
         isolated = PrivateRng() if loader.num_workers == 0 else nullcontext()
-        alone, training = self.sampler.world_size == 1, self.sampler.training
-        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated, alone, evaluates=not training)
+        alone, evaluates = self.sampler.world_size == 1, not self.sampler.reading.training
+        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated, alone, evaluates)
         return DataLoader(dataset, generator=self._generator, collate_fn=identity_collate, **options)
 
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -233,7 +233,7 @@ def _batch_size(sampler: DistributedBatchSampler) -> int | None:
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:
     """Return one line on what was replaced or ignored, or None."""
-    source, known, several = sampler.sampler, sampler.random_access, sampler.training and sampler.world_size > 1
+    source, known, reading = sampler.sampler, sampler.random_access, sampler.reading
     kind = type(source).__name__
     notes = {
         "its DistributedSampler is replaced: every process gets its part, without repeated samples": (
@@ -244,17 +244,17 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
             known is not None and getattr(source, "generator", None) is not None
         ),
         "its samples come in order, also on several processes: to shuffle them, give shuffle=True": (
-            several and sampler.comes_in_order
+            reading.training and sampler.world_size > 1 and sampler.comes_in_order
         ),
         f"its {kind} gives the order of epoch 0 in every epoch": (
-            not sampler.reshuffles and (known is None or not known.sequential)
+            reading.shuffle is False and (known is None or not known.sequential)
         ),
         "in_order=False is ignored: a run can be resumed only if batches come in order": (
             not getattr(loader, "in_order", True)
         ),
         f"resume will not be exact: {kind} keeps state that is not found. Have set_epoch(epoch) decide the order, "
         "define state_dict and load_state_dict, or keep generators and counters in its attributes": (
-            sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False
+            reading.training and reading.rank == 0 and resumes_exactly(sampler) is False
         ),
     }
     shown = [note for note, applies in notes.items() if applies]

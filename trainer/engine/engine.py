@@ -25,7 +25,7 @@ from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, take_parameters
 from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems
 from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
-from trainer.fault_tolerance.failure import limit_exit, report_failure
+from trainer.fault_tolerance.failure import report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.guards.nonfinite import StateMonitor
 from trainer.loop.setup import check_built, join_processes, start_processes
@@ -180,10 +180,7 @@ class Engine(Answers):
                     error = failure
             stop.failed()
             explained = explain_torch_error(error)
-            if isinstance(error, Exception):
-                report_failure(stop.store, processes.rank, processes.world_size, explained or error)
-            if processes.world_size > 1:
-                limit_exit()
+            report_failure(stop.store, processes.rank, processes.world_size, explained or error)
         if explained is not None:
             raise explained from error
         if error is not given and error is not None:
