@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -186,8 +186,10 @@ class ShardedDataLoader(BatchLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
 
-    def kept_place(self) -> AbstractContextManager[None]:
-        return self.sampler.kept_place()
+    @contextmanager
+    def kept_place(self) -> Iterator[None]:
+        with self.sampler.kept_place():
+            yield
 
     def numbers(self) -> dict[str, dict[str, str]]:
         contents = {} if self.sampler.shards_itself else contents_fingerprints(self._dataset)

@@ -88,9 +88,9 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
     """Print to stderr why this process ends, and limit its exit; call it first in the `except` block, then re-raise.
 
     Runs no collective, and waits at most two seconds, for the cause of a lost connection. With one process it prints
-    nothing, since Python will, and neither for KeyboardInterrupt or SystemExit. With several processes, the first one
-    to fail prints its traceback under "rank 1 of 2 failed:", the later ones one line. Python's own traceback of the same
-    error is suppressed, so that each is printed once.
+    nothing, since Python will, and neither for KeyboardInterrupt or SystemExit. With several, the first one to fail
+    prints its traceback under "rank 1 of 2 failed:", the later ones one line. Python's own traceback of the same error
+    is suppressed, so that each is printed once.
 
     Args:
         store: shared by the processes of this run (`StopCoordinator.store`), or None.
