@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     samples: int | None
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
-    """Samples of this micro-batch over all processes; where `samples` is None, batches that are no padding; None if
+    """Samples of this micro-batch over all processes, or the batches without padding where `samples` is None; None if
     unknown."""
 
     @property
@@ -80,11 +80,11 @@ class FactsForRanks(NamedTuple):
     """The facts of a loader that processes compare, by name."""
 
     equal: dict[str, object]
-    """Facts that have to be equal on all."""
+    """Facts that have to be equal on all processes."""
     orders: dict[str, str] = {}
-    """Fingerprints of the orders of samples that have to be equal on all, where each could find them out."""
+    """Fingerprints of the orders of samples; they have to be equal if all processes know them."""
     contents: dict[str, str] = {}
-    """Fingerprints of samples in memory, which should be equal on all."""
+    """Fingerprints of samples in memory, which should be equal on all processes."""
 
 
 class BatchLoader(ABC):
@@ -153,15 +153,14 @@ class BatchLoader(ABC):
 
         Args:
             epoch: the epoch that `set_epoch` is told, for the next `iterate`; None: nothing is told yet.
-            start: the consumed batches of the epoch; above 0 a resumed run continues the epoch, with the sizes that it
-                began with.
+            start: the consumed batches of the epoch; above 0 a resumed run continues the epoch with its first sizes.
 
         Raises:
             ConfigError: the loader has become empty, or lacks samples that the epoch began with.
         """
 
     def forget_sizes(self) -> None:
-        """Have a resumed epoch use the current data, not the sizes that it began with."""
+        """Have a resumed epoch use the sizes of the current data."""
 
     @abstractmethod
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -178,25 +177,23 @@ class BatchLoader(ABC):
         """
 
     def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
-        """Do as `iterate` in an epoch with nothing left: samplers begin it, and no batch is loaded."""
+        """Begin an epoch with nothing left in the samplers, as `iterate` does, without loading a batch."""
 
     def facts_for_ranks(self) -> FactsForRanks:
-        """Return what the processes compare; of an iterable only that it is one. It may take seconds."""
+        """Return the facts that the processes compare; an iterable has only its kind. It may take seconds."""
         return FactsForRanks({"kind": "iterated by each process"})
 
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.
 
-        By names of `GROUPS` in `runs/facts.py`.
-
-        A description with "on each process" depends on `world_size`.
+        By names of `GROUPS` in `runs/facts.py`. A description with "on each process" depends on `world_size`.
         """
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        """Return the numbers that decide which samples are loaded, by a name of `GROUPS` and their own.
+        """Return the numbers that decide which samples are loaded, by a name of `GROUPS` and by their name.
 
-        Without the numbers that are restored from a checkpoint.
+        Numbers that a checkpoint restores are left out.
         """
         return {}
 
@@ -223,7 +220,7 @@ class BatchLoader(ABC):
             number = f"more than {given}" if more else f"only {given}"
             raise ConfigError(
                 f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Define "
-                "none, or return the number that __iter__ yields; limit_train_batches= ends epochs earlier."
+                "none, or return the number that __iter__ yields."
             )
 
     def shorten(self, lengths: list[int | None]) -> None:
@@ -241,12 +238,12 @@ class BatchLoader(ABC):
         """Do as `shorten`, at the beginning of an epoch.
 
         Raises:
-            ConfigError: the lengths differ, of data that all processes have to have alike.
+            ConfigError: the lengths differ, although all processes need the same data.
         """
         if self.samples_per_epoch is not None and len({*lengths}) > 1:
             raise ConfigError(
-                f"{self.label} has epochs of {lengths} batches on the processes: change the data alike on all of them, "
-                "which each have the full dataset; the trainer splits it."
+                f"{self.label} has epochs of {lengths} batches on the processes: each needs the full dataset, which "
+                "the trainer splits. Change the data in the same way on all of them."
             )
         self.shorten(lengths)
 
@@ -254,12 +251,12 @@ class BatchLoader(ABC):
         """Remember from now on the indices of the latest batches, for `indices`."""
 
     def indices(self, epoch: int, number: int) -> list[Any] | None:
-        """Return the indices of the samples in a late batch of this process; None: they are not known."""
+        """Return the indices of the samples in a recent batch of this process; None: they are not known."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an iterable that has one, else {}. Its position is after the last batch that `iterate`
-        yielded: call it when all of those are consumed."""
+        yielded: call it when the loop has consumed all of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -275,7 +272,7 @@ class BatchLoader(ABC):
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:
-        """Iterate in the block, and continue afterwards as if nothing had been read."""
+        """Allow reading in the block, and continue afterwards as if nothing had been read."""
         before = self.state_dict()
         try:
             yield
@@ -284,7 +281,7 @@ class BatchLoader(ABC):
 
     @contextmanager
     def kept_data(self) -> Iterator[None]:
-        """Read in the block; afterwards place, generators and plain attributes of the user's data are as before."""
+        """Allow reading in the block; restore place, generators and plain attributes of the user's data at its end."""
         users = [one for name in ("dataset", "collate_fn") if (one := getattr(self._users, name, None)) is not None]
         before = [(one, plain_attributes(one)) for one in users]
         with isolated_rng(generators=self.generators()), self.kept_place():
@@ -341,13 +338,13 @@ class Loaders:
             make()
 
     def set_training(self, loader: BatchLoader, given: Any) -> None:
-        """Set the training loader, which the methods that return the others may already use."""
+        """Set the training loader; the methods that return the other loaders may already use it."""
         self.train, self.given["train"] = loader, given
         if self._keeps_indices:
             loader.keep_indices()
 
     def keep_indices(self) -> None:
-        """Have the training loader remember the indices of the latest batches, and each one that takes its place."""
+        """Have the training loader, and each later one, remember the indices of the latest batches."""
         self._keeps_indices = True
         if self.train is not None:
             self.train.keep_indices()
@@ -366,7 +363,7 @@ class Loaders:
 
     @contextmanager
     def kept_places(self) -> Iterator[None]:
-        """Put all loaders back to their places at the end."""
+        """Restore the places of all loaders at the end of the block."""
         with ExitStack() as places:
             for loader in self._all():
                 places.enter_context(loader.kept_place())
@@ -394,7 +391,7 @@ def round_of(epoch: int, again: int) -> int:
 def _end_workers(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator, if it has any.
 
-    Left to the iterator's `__del__`, worker processes forked later would run that too, and complain.
+    The iterator's `__del__` would do the same, but workers forked later would run it, too, and complain.
     """
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
