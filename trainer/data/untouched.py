@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
 
-from trainer.data.combined_loader import CombinedLoader
 from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 from trainer.model.copies import deepcopy_with_functions
-from trainer.model.reachable import attributes
+from trainer.model.reachable import walk
 from trainer.seed import isolated_rng
 
 _LARGE = 2**26
 """Bytes of a tensor or array; copies of a loader share larger ones with the original."""
 _DEEPEST = 4
+"""Levels of objects in a loader that are searched for such tensors."""
+_NOT_SEARCHED = (nn.Module, type, ModuleType)
 
 
 @contextmanager
@@ -41,7 +43,9 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         ConfigError: the loader can neither be copied nor put back.
     """
     try:
-        copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
+        arrays = walk({"": loader}, _DEEPEST, {}, _NOT_SEARCHED, (torch.Tensor, np.ndarray))
+        shared = {id(one): one for _, one in arrays if one.nbytes >= _LARGE}
+        copied = deepcopy_with_functions(loader, shared | memo)
     except Exception as error:
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)
@@ -66,20 +70,3 @@ def _without_a_copy(loader: Any, is_new: bool, error: Exception, cleanup: ExitSt
         f"a search would use up the data, a {type(loader).__name__} that cannot be copied ({error}): give the search "
         "separate data, or a loader with state_dict and load_state_dict."
     ) from error
-
-
-def _large(value: Any, depth: int) -> Iterator[Any]:
-    """Yield large tensors and arrays in a loader and its dataset."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        if value.nbytes >= _LARGE:
-            yield value
-        return
-    inside: Any = ()
-    if isinstance(value, (DataLoader, Dataset, CombinedLoader)):
-        inside = attributes(value).values()
-    elif isinstance(value, (list, tuple)):
-        inside = value[:_DEEPEST]
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    for one in inside if depth < _DEEPEST else ():
-        yield from _large(one, depth + 1)

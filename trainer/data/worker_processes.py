@@ -182,14 +182,15 @@ def workers_end_with_this_process() -> Iterator[None]:
             _class.multiprocessing_context = _property
 
 
-def data_loaders_in(loader: Any) -> Iterator[DataLoader[Any]]:
-    """Yield the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
-    seen = set()
-    for one in (loader, *getattr(loader, "__dict__", {}).values()):
-        for part in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else (one,):
-            if isinstance(part, DataLoader) and id(part) not in seen:
-                seen.add(id(part))
-                yield part
+def data_loaders_in(loader: Any) -> list[DataLoader[Any]]:
+    """Return the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
+    found = [loader, *getattr(loader, "__dict__", {}).values()]
+    for one in [*found]:
+        if isinstance(one, Mapping):
+            found += one.values()
+        elif isinstance(one, (list, tuple)):
+            found += one
+    return list({id(one): one for one in found if isinstance(one, DataLoader)}.values())
 
 
 def leave_signals_to_parent() -> None:

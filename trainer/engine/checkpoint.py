@@ -20,6 +20,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.data.loader import has_state
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
@@ -179,7 +180,7 @@ class ProgramState:
                 f"state[{key!r}] is a {type(value).__name__} that is not set up: give what engine.setup returned. "
                 "Loaders of engine.setup_dataloaders are saved without being named; leave them out of the state."
             )
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        elif has_state(value):
             self.stateful[key] = value
         else:
             self.values[key] = value

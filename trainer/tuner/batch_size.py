@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.model.compile import compilations
-from trainer.model.memory_limit import is_out_of_memory, limited_memory
+from trainer.model.memory_limit import is_out_of_memory, limited_memory, release_memory
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -166,13 +165,6 @@ def search(
     if fits:
         found.chosen = max(1, int(fits * (1 - margin))) if mode == "binsearch" and found.too_large else fits
     return found
-
-
-def release_memory() -> None:
-    """Free what a failed trial has left behind."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def check_search(

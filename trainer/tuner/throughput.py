@@ -9,8 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.model.memory_limit import is_out_of_memory
-from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
+from trainer.model.memory_limit import is_out_of_memory, release_memory
+from trainer.tuner.batch_size import LEAST_GROWTH
 from trainer.tuner.trial import loader_like
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
-from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
 from trainer.loop.setup import start_processes
-from trainer.model.memory_limit import free_memory, limited_memory
+from trainer.model.memory_limit import limited_memory, memory_of_trial
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuner.batch_size import AgreedStopwatch, BatchSizes, Stopwatch, check_search, check_several, search
@@ -148,7 +147,9 @@ class Tuner:
                 "Set it in __init__ and use it in train_dataloader, or give a DataLoader as train_dataloaders."
             )
         most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
-        limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
+        limit = None
+        if trainer.config.device_type == "cpu":
+            limit = memory_of_trial() if memory_limit is None else memory_limit
 
         def attempt(size: int) -> float:
             watch = AgreedStopwatch(limit) if several else Stopwatch()
@@ -203,12 +204,6 @@ class Tuner:
             return watch.samples / watch.seconds
 
         return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
-
-
-def _limit(given: int | None) -> int | None:
-    """Return the bytes of host memory that a trial may take on each process; None: unknown."""
-    free = free_memory() if given is None else None
-    return given if free is None else free * 9 // 10 // detect_environment().local_world_size
 
 
 class _Attribute:
