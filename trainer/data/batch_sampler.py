@@ -109,11 +109,12 @@ class DistributedBatchSampler:
         self.pads = reading.training or reading.pad
         self._keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
         self.comes_in_order = type(self.sampler) is SequentialSampler and reading.shuffle is None
-        self._sizes: dict[str, Any] | None = None
-        """The sizes at the beginning of the epoch in progress, from a checkpoint; None: the current sizes."""
+        self._sizes: dict[str, Any] = {}
+        """The sizes at the beginning of the epoch in progress, from a checkpoint; {}: the current sizes."""
         self._epoch, self._start, self._again = 0, 0, 0
         self._limit: int | None = None
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] = {}
+        """The state of a checkpoint, until the samplers have it."""
         self._told: int | None = None
         """The epoch that `set_epoch` has received for the next iteration."""
         self._take(self.sampler)
@@ -130,11 +131,11 @@ class DistributedBatchSampler:
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         """Read batch size, length and indices again; see `BatchLoader.measure`."""
         if start == 0:
-            self._sizes = None
+            self._sizes = {}
         sampler = _public(self._loader)[2]
         if sampler is not self.sampler:  # loader.batch_sampler.sampler can be replaced
             self._take(sampler)
-        if self.random_access is None or self._restored is not None or start == 0:
+        if self.random_access is None or self._restored or start == 0:
             self._restore_attributes(within_epoch=start > 0)
             if epoch is not None and self.random_access is None:
                 generators, self._told = own_generators(self.sampler), self.reading.order_of(epoch)
@@ -145,10 +146,10 @@ class DistributedBatchSampler:
 
     def forget_sizes(self) -> None:
         """Continue an epoch with the current sizes."""
-        self._sizes = None
+        self._sizes = {}
 
     def _read_sizes(self) -> None:
-        restored = self._sizes or {}
+        restored = self._sizes
         self.batch_size, self.drop_last, _, _ = _public(self._loader)
         if restored.get("first_batch_size") == self._first_batch_size:
             self.batch_size = restored.get("batch_size", self.batch_size)
@@ -179,7 +180,7 @@ class DistributedBatchSampler:
         if self.has_batch_sampler:
             batches = self._users_batches(epoch, start)
         elif self.random_access is not None:
-            if self._restored is not None:
+            if self._restored:
                 self._restore_attributes(within_epoch=start > 0)
             batches = self._random_access_batches(round_of(epoch, self._again), start)
         else:
@@ -235,7 +236,7 @@ class DistributedBatchSampler:
         if self.shards_itself or type(self.sampler) is DistributedSampler:
             return {}
         samplers = _nested(self.sampler)
-        changed = (self._restored or {}).get("start", [])
+        changed = self._restored.get("start", [])
         return {
             name if len(samplers) == 1 else f"{type(sampler).__name__}.{name}": value
             for sampler, restored in zip(samplers, chain(changed, repeat({})), strict=False)
@@ -255,7 +256,7 @@ class DistributedBatchSampler:
 
         "start", "own_start": the values at the start of the epoch; "now", "own_now": the current ones.
         """
-        if self._restored is not None:
+        if self._restored:
             return self._restored
         state: dict[str, Any] = {"batch_size": self.batch_size, "first_batch_size": self._first_batch_size}
         if self.random_access is not None:
@@ -279,10 +280,10 @@ class DistributedBatchSampler:
         """Restore what `state_dict` returned, when the next epoch begins."""
         sizes = ("samples", "size", "batch_size", "first_batch_size")
         require(state, {f"{name}?": Integer() for name in sizes}, "the state of a sampler")
-        self._restored = self._sizes = state or None
+        self._restored = self._sizes = state
 
     def _restore_attributes(self, within_epoch: bool) -> None:
-        saved, self._restored = self._restored or {}, None
+        saved, self._restored = self._restored, {}
         when = "start" if within_epoch else "now"
         if saved:
             changes = chain(saved.get(when, []), repeat({}))

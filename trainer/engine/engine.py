@@ -181,10 +181,10 @@ class Engine(Answers):
             stop.failed()
             explained = explain_torch_error(error)
             report_failure(stop.store, processes.rank, processes.world_size, explained or error)
-        if explained is not None:
-            raise explained from error
-        if error is not given and error is not None:
-            raise error
+            if explained is not None:
+                raise explained from error
+            if error is not given:
+                raise error
 
     def _tear_down(self) -> None:
         for loader in self.loaders.alive():

@@ -168,10 +168,8 @@ class EngineModule(nn.Module):
         )
 
     def require_unchanged(self) -> None:
-        """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
+        """Raise ConfigError if a trained model's parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables
-        if tables is None:
-            return
         if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
             raise self._changed("parameters were frozen or unfrozen")
         if not tables.unchanged():

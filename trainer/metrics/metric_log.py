@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -328,7 +328,7 @@ class MetricLog:
         """Return values as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
         losses = [loss for _, loss, _ in self._losses]
         scale = getattr(self.scaler, "_scale", None)  # None before the first step
-        total, *read = to_host([total_of(losses), *filter(is_tensor, [scale, *values])])
+        total, *read = to_host([total_of(losses), *filter(torch.is_tensor, [scale, *values])])
         self.loss_scale = None if scale is None else read.pop(0)
         if not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
@@ -633,10 +633,6 @@ def _scalar(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
     return value.reshape(())
-
-
-def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
 
 
 def first_dimensions(batch: Any) -> list[int]:
