@@ -50,10 +50,7 @@ def _batch_loader(loader: Any, name: str, limit: int | float | None, reading: Re
         ]
         return CombinedBatches(loader, parts, label, limit)
     if not defines(loader, "__iter__", "__getitem__"):
-        raise ConfigError(
-            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
-            "object with __iter__ that yields batches."
-        )
+        raise ConfigError(f"{label} is {shown(loader)}, which cannot be iterated: give a DataLoader or an iterable.")
     if not is_plain(loader):
         cut = reading.split and _repeats_samples(loader)
         share = EveryNth(reading.rank, reading.world_size) if cut else EveryNth(0, 1)

@@ -293,10 +293,7 @@ class BatchLoader(ABC):
 
     def _none_error(self, number: int) -> ConfigError:
         """Return the error for a batch that is None: processes that skip different batches would lose each other."""
-        return ConfigError(
-            f"{self.label} gave None as batch {number} of the epoch: have the dataset or collate_fn return one, or "
-            "leave those samples out beforehand."
-        )
+        return ConfigError(f"{self.label} gave None as batch {number} of the epoch: leave such samples out beforehand.")
 
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
@@ -404,10 +401,7 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
     if limit in (0.0, 1.0):
         return 0 if limit == 0.0 else None
     if length is None:
-        raise ConfigError(
-            f"limit {limit} is a fraction, but {label} has no length. "
-            "Give a number of batches (an int), 1.0, or a loader with __len__."
-        )
+        raise ConfigError(f"limit {limit} is a fraction, but {label} has no length. Give a number of batches, or 1.0.")
     # Rounded first: 0.29 * 100 is 28.999999999999996.
     batches = int(round(limit * length, 6))
     if batches == 0 and length > 0:

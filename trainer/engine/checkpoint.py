@@ -126,12 +126,8 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramSt
         )
     restore_scaler(engine._scaler, checkpoint["scaler"])
     if int(checkpoint["seed"]) != engine.seed and alive:
-        log.warning(
-            "the checkpoint was written with seed=%s, this Engine has seed=%d: the order of samples changes here. "
-            "Give the checkpoint's seed to continue exactly.",
-            checkpoint["seed"],
-            engine.seed,
-        )
+        words = "the checkpoint has seed=%s, this Engine seed=%d: the order of samples changes. Give the same seed."
+        log.warning(words, checkpoint["seed"], engine.seed)
     rank = counterpart(checkpoint, strategy.processes)
     states = saved[rank or 0]["loaders"]
     for one in states:

@@ -363,13 +363,9 @@ class Engine(Answers):
         if strategy.multi_process:
             optimizer.model.require_unchanged()
         if closure is not None and (strategy.scaler is not None or strategy.multi_process):
-            raise ConfigError(
-                "optimizer.step(closure) works on one process without loss scaling: call backward before the step."
-            )
+            raise ConfigError("optimizer.step(closure) needs one process and no loss scaling: call backward first.")
         if closure is None and self._backwards == 0:
-            raise ConfigError(
-                "optimizer.step() found no gradients: call engine.backward(loss) first, in place of loss.backward()."
-            )
+            raise ConfigError("optimizer.step() found no gradients: call engine.backward(loss), not loss.backward().")
         if optimizer.model._accumulates or (optimizer.model._held and strategy.multi_process):
             raise ConfigError(
                 "optimizer.step() within no_backward_sync, or right after it, where gradients are not reduced yet: "

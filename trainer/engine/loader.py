@@ -119,8 +119,8 @@ class Loaders:
             self._reported_left = True
             log.warning(
                 "a loader's loop was left after %d batches before. A program that loads this continues inside the "
-                "epoch, where enumerate or islice begin again: count with the loader, if loader.batch == %d: break.",
-                *(left, left),
+                "epoch, where enumerate or islice begin again: count by loader.batch instead.",
+                left,
             )
 
 

@@ -216,10 +216,7 @@ class EngineOptimizer(Optimizer):
 
     def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self.stepping:
-            raise ConfigError(
-                f"the step of torch's {type(optimizer).__name__} leaves out the work of precision and strategy: step "
-                "the optimizer that engine.setup returned."
-            )
+            raise ConfigError(f"step the optimizer that engine.setup returned, not torch's {type(optimizer).__name__}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the torch optimizer, with this process's shards alone; `Engine.save` writes all."""
@@ -233,10 +230,7 @@ class EngineOptimizer(Optimizer):
         return getattr(vars(self)["optimizer"], name)
 
     def __deepcopy__(self, memo: Any) -> Self:
-        raise ConfigError(
-            "copy.deepcopy of the optimizer that engine.setup returned would copy the engine, too: copy its state, "
-            "copy.deepcopy(optimizer.state_dict())."
-        )
+        raise ConfigError("copy.deepcopy of an optimizer that engine.setup returned: copy its state_dict() instead.")
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, shown
+from trainer.errors import ConfigError
 
 _FUNCTIONS = {
     torch.mean: "mean",
@@ -47,9 +47,7 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
     if hasattr(value, "full_tensor"):
-        raise ConfigError(
-            f"self.log({name!r}) got a sharded {type(value).__name__}: log value.full_tensor(), on all processes."
-        )
+        raise ConfigError(f"self.log({name!r}) got a sharded tensor: log value.full_tensor(), on all processes.")
 
 
 def as_number(name: str, value: Any) -> float:
@@ -74,5 +72,6 @@ def checked_weight(name: str, weight: Any) -> Any:
     if isinstance(weight, (int, float)) and weight >= 0:
         return weight
     raise ConfigError(
-        f"self.log({name!r}): batch_size or weight is {shown(weight)}; give one number from 0, for example len(batch)."
+        f"self.log({name!r}): batch_size or weight is a {type(weight).__name__} that is not one number from 0. Give "
+        "len(batch), for example."
     )

@@ -140,9 +140,8 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     of_numbers = array.dtype.kind in "biuf" and array.size
     if not of_numbers or array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
         raise ConfigError(
-            f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}: give a tensor of (channels, "
-            "height, width), an array of (height, width, channels), with 1, 3 or 4 channels, or either of (height, "
-            "width); or a picture of PIL, or a path."
+            f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}. Give a tensor of (channels, "
+            "height, width), or an array of (height, width, channels), with 1, 3 or 4 channels."
         )
     if array.dtype == np.uint8:
         return array.copy()
@@ -199,9 +198,7 @@ def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
     names = [*map(str, columns)]
     for number, row in enumerate(rows):
         if len(row) != len(names):
-            raise ConfigError(
-                f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns: {', '.join(names)}."
-            )
+            raise ConfigError(f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns.")
     return Table(names, rows)
 
 
@@ -219,10 +216,7 @@ def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:
         ConfigError: the tensor is sharded, so this process has only a part of it.
     """
     if hasattr(tensor, "full_tensor"):
-        raise ConfigError(
-            f"{method} got a sharded tensor. Gather it on all processes first: with trainer.full_parameters(module): "
-            "..., or tensor.full_tensor()."
-        )
+        raise ConfigError(f"{method} got a sharded tensor: log tensor.full_tensor(), gathered on all processes.")
     copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
     return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
 

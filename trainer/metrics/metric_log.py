@@ -433,8 +433,7 @@ class MetricLog:
         if value is None:
             raise ConfigError(
                 f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
-                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only. "
-                "For a wrapper of torchmetrics that keeps no such value, log what the call returns."
+                f"self.{entry.options.metric}(preds, target), instead of update(), or log the result of the call."
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
