@@ -52,7 +52,7 @@ def _batch_loader(loader: Any, name: str, limit: int | float | None, reading: Re
     if not defines(loader, "__iter__", "__getitem__"):
         raise ConfigError(f"{label} is {shown(loader)}, which cannot be iterated: give a DataLoader or an iterable.")
     if not is_plain(loader):
-        cut = reading.split and _repeats_samples(loader)
+        cut = reading.split and reading.world_size > 1 and _repeats_samples(loader)
         share = EveryNth(reading.rank, reading.world_size) if cut else EveryNth(0, 1)
         return IterableLoader(loader, label, limit, reading, share)
     return ShardedDataLoader(loader, DistributedBatchSampler(loader, reading), label, limit)
