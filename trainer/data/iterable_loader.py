@@ -249,7 +249,7 @@ class IterableLoader(BatchLoader):
             return
         self._used = True
         if self.stateful:
-            cuts = self._length is None or self.limit is None or self._length > self.limit
+            cuts = self._length is None or self._length - start > rest
             sure = 0 if self._promised is None or self._slack else self._promised - start
             begun = self._batches = _WithNext(begun, rest if cuts else sys.maxsize, sure)
         given = itertools.count(start)
