@@ -63,7 +63,7 @@ class CombinedLoader:
                 for batch_idx, batch in enumerate(loader):
                     yield batch, batch_idx, index
             return
-        parts = together([loader.__iter__ for loader in self.flattened], self.mode)
+        parts = together([loader.__iter__ for loader in self.flattened], self.mode, [False] * len(self.flattened))
         for batch_idx, batches in enumerate(parts):
             yield tree_unflatten(batches, self.structure), batch_idx, 0
 
@@ -76,15 +76,14 @@ def combined_length(lengths: Sequence[int], mode: str) -> int:
 
 
 def together(
-    begin: Sequence[Callable[[], Iterator[Any]]], mode: str, ended: Sequence[bool] | None = None
+    begin: Sequence[Callable[[], Iterator[Any]]], mode: str, ended_before: Sequence[bool]
 ) -> Iterator[list[Any]]:
     """Yield lists with an item of each iterator; `begin` starts them, in "max_size_cycle" again and again.
 
     Args:
-        ended: whether each iterator has been at its end before; default: none has.
+        ended_before: whether each iterator has been at its end before.
     """
-    iterators = [start() for start in begin]
-    ended = list(ended or [False] * len(begin))
+    iterators, ended = [start() for start in begin], list(ended_before)
     while not all(ended):
         items: list[Any] = []
         for number, start in enumerate(begin):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any
@@ -52,7 +52,7 @@ def run_trial(
     callback: Callback,
     max_steps: int,
     prepare: Callable[[TrainModule, DataModule | None], None] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> None:
     """Train a copy of the module for some steps, with a trainer's settings, without callbacks, loggers and schedulers.
 
@@ -94,7 +94,7 @@ def run_trial(
         if own["seed"] is None:  # a new one for each trial would have each draw other samples
             own["seed"] = global_seed() or 0
         given = {"callbacks": [callback], "max_steps": max_steps, "default_root_dir": folder, "strategy": strategy}
-        Trainer(**{**own, **WITHOUT, **given, **(arguments or {})}).fit(module, loader, datamodule=datamodule)
+        Trainer(**{**own, **WITHOUT, **given, **arguments}).fit(module, loader, datamodule=datamodule)
 
 
 def _leave_out_schedulers(module: TrainModule) -> None:

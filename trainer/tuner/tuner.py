@@ -157,9 +157,9 @@ class Tuner:
             if loader is not None:
                 loader = loader_like(loader, batch_size=size, drop_last=True)
             attribute.set(size)
-            given = {"accumulate_grad_batches": "auto"} if several else {}
+            given: dict[str, Any] = {"accumulate_grad_batches": "auto"} if several else {}
             with limited_memory(None if several else limit):
-                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, arguments=given)
+                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, **given)
             return watch.samples_per_second(size)
 
         with attribute.restored():
@@ -197,8 +197,8 @@ class Tuner:
             watch, loader = Stopwatch(), train_dataloaders
             if loader is not None and tried.loader:
                 loader = with_options(loader, tried.loader)
-            prepare, given = partial(apply, tried), tried.arguments
-            run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
+            prepare = partial(apply, tried)
+            run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare, **tried.arguments)
             if not watch.seconds:
                 raise ConfigError("no step is left to measure without compilation: give more steps_per_trial (--steps)")
             return watch.samples / watch.seconds
