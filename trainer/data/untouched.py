@@ -29,14 +29,15 @@ _NOT_SEARCHED = (nn.Module, type, ModuleType)
 
 @contextmanager
 def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterator[Any]:
-    """Yield a loader with the batches of another one, which stays unchanged, or is put back at the end.
+    """Yield a loader with the batches of another one, which stays unchanged or is restored at the end.
 
-    The yielded loader is a copy, which shares large tensors and arrays. If it cannot be copied, as with open files:
-    a DataLoader over the same map-style dataset; or the loader itself, if its `state_dict` can put it back.
+    The yielded loader is a copy that shares large tensors and arrays. If the loader cannot be copied, for example
+    because of open files, it is a DataLoader over the same map-style dataset, or the loader itself, if its `state_dict`
+    can restore it.
 
     Args:
-        loader: what `fit` takes as training data.
-        memo: of `copy.deepcopy`: copies of what the loader shares with others.
+        loader: training data as `fit` takes them.
+        memo: of `copy.deepcopy`: copies of the objects that the loader shares with others.
         is_new: the loader was made for this purpose, so that it may be used up.
 
     Raises:
@@ -50,7 +51,7 @@ def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterat
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)
         return
-    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a function shares
+    with isolated_rng(generators=own_generators(loader, of_data=True)):  # functions share theirs with the copy
         yield copied
 
 

@@ -557,8 +557,8 @@ class Engine(Answers):
         """Restore a checkpoint into the objects of `state`, replace the data in it, and return the other saved data.
 
         Collective: call it after `setup` and `setup_dataloaders`, before the loop. With an optimizer in `state` the
-        training resumes: loaders at the next batch, random generators as they were. Without one only what is named is
-        restored. A Trainer's checkpoint has one model and its optimizers.
+        training resumes: loaders at the next batch, random generators in their saved states. Without one only the named
+        objects are restored. A Trainer's checkpoint has one model and its optimizers.
 
         Args:
             state: the same names as in `save`; fewer, for the weights alone.

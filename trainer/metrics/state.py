@@ -37,7 +37,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Restore the merged `states`, each returned by `metrics_state` of one process.
 
-    `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
+    `states` has one item if the checkpoint has as many processes, else any number. A torchmetrics object
     that cannot be merged is reset, with a warning.
     """
     for name, tracker in _trackers(metrics.module):

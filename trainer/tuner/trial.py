@@ -66,7 +66,7 @@ def run_trial(
     Raises:
         ConfigError: the module or the data cannot be copied.
     """
-    # A copy shares generators with the original, in its class, at module level, and in a closure.
+    # A copy shares the generators in the class, at module level and in closures with the original.
     owners = parts_of({"module": module}, {}) | ({} if datamodule is None else {"data module": datamodule})
     isolated = isolated_with(owners, (), torch.device("cpu"))
     with isolated, ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def _leave_out_schedulers(module: TrainModule) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what each start of a training logs."""
+    """Hide the messages at the start of each training."""
     log = logging.getLogger("trainer")
     level = log.level
     log.setLevel(logging.ERROR)
