@@ -94,7 +94,7 @@ class ShardedDataLoader(BatchLoader):
 
     @property
     def counts_everywhere(self) -> bool:
-        # Without automatic batching an index may stand for a batch, whose size is known when it is loaded.
+        # Without automatic batching an index may stand for a batch of a size that is only known once it is loaded.
         return super().counts_everywhere and self.sampler.automatic_batching
 
     def split(self, samples: int) -> int:
@@ -142,7 +142,7 @@ class ShardedDataLoader(BatchLoader):
     def _unsplit_batches(self, epoch: int, start: int, again: int) -> Iterator[Batch]:
         """Yield the batches as the user's DataLoader makes them."""
         self.sampler.seek(epoch, start, self.limit, again)
-        # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
+        # Persistent workers start once, and with the same numbers in a run that is resumed in a later epoch.
         seed = 0 if self._loader.persistent_workers else round_of(epoch, again)
         self._generator.manual_seed(mix_seed(self._seed, seed) >> 1)
         batches = map(self._received, self._batches(), itertools.count(start))
@@ -221,7 +221,7 @@ class ShardedDataLoader(BatchLoader):
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return self._begin()
-        # As a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
+        # A DataLoader without workers does the same, but its iterator takes 15 microseconds for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
 
@@ -234,7 +234,7 @@ def _batch_size(sampler: DistributedBatchSampler) -> int | None:
 
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:
-    """Return one line on what was replaced or ignored, or None."""
+    """Return one line that names all that was replaced or ignored, or None."""
     source, known, reading = sampler.sampler, sampler.random_access, sampler.reading
     kind = type(source).__name__
     notes = {

@@ -1,4 +1,4 @@
-"""Start the workers of DataLoaders so that they end with their parent, and not by the signals that stop a run."""
+"""Start the workers of DataLoaders so that they end with their parent, and ignore the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class _DataWorker(BaseProcess):
         if by_kernel:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.by_server or not by_kernel:
-            # multiprocessing's fork server ends with the process that asked for this worker, if nothing else that this
-            # process has forked holds a copy of the server's pipe.
+            # multiprocessing's fork server ends with the process that asked for this worker, unless another fork of
+            # that process holds a copy of the server's pipe.
             wait = starter.join if self.by_server and starter is not None else partial(_wait_for_parent, parent)
             threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
         if not self.by_server and {parent, os.getppid()} != {self._starter}:
@@ -148,7 +148,7 @@ def _then_leave_signals(install: Callable[[], None]) -> None:
 
 
 def _worker_context(given: BaseContext | None) -> BaseContext:
-    """Return a context for a DataLoader whose workers end with this process; a user's own kind of context stays."""
+    """Return a context for a DataLoader whose workers end with this process; keep a user's kind of context."""
     standard = multiprocessing.get_context() if given is None else given
     method = standard.get_start_method()
     return _CONTEXTS[method] if type(standard) is type(multiprocessing.get_context(method)) else standard
@@ -169,8 +169,8 @@ def _context_in_a_run(loader: DataLoader[Any]) -> BaseContext | None:
 def workers_end_with_this_process() -> Iterator[None]:
     """Within the block, have the workers of all DataLoaders end with this process, and not by signals.
 
-    Also of loaders that the user makes in hooks, in iterables or in libraries: each iterator of a DataLoader, and of a
-    StatefulDataLoader, reads the loader's `multiprocessing_context` when it starts its workers, and nothing else does.
+    This includes loaders that the user makes in hooks, in iterables or in libraries. Each iterator of a DataLoader or a
+    StatefulDataLoader reads the loader's `multiprocessing_context` when it starts its workers, and nothing else does.
     """
     _runs.append(None)
     _class.multiprocessing_context = property(_context_in_a_run, _property.fset)
@@ -196,7 +196,7 @@ def data_loaders_in(loader: Any) -> list[DataLoader[Any]]:
 def leave_signals_to_parent() -> None:
     """Ignore the signals that stop a run, in this process but not in its children.
 
-    Terminals, torchrun and Slurm send these signals to data workers as well, whose end would break the last step.
+    Terminals, torchrun and Slurm send these signals to data workers as well, but the last step still needs the workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         ignore_in_this_process(number)
