@@ -70,13 +70,13 @@ class Loaders:
             )
 
         number = len(self.positions) + sum(one._position is None for one in self.alive())
-        loader = make(number)
+        made = EngineLoader(make, number, given, self, training, site)
+        loader = made._loader
         compare_loaders(processes, {f"loader {number}": loader}, loader if training else None)
         if loader.note is not None and processes.is_global_zero:
             log.info("%s", loader.note)
-        made = EngineLoader(loader, given, self, training, make, number, site)
-        self._made = [*(one for one in self._made if one() is not None), weakref.ref(made)]
-        if any(one.resumes and one.loader() is None and one.site == site for one in self.positions):
+        self._made = [*map(weakref.ref, self.alive()), weakref.ref(made)]
+        if any(one.waits_for_loader and one.site == site for one in self.positions):
             self.place()
         return made
 
@@ -89,7 +89,7 @@ class Loaders:
         new = [loader for loader in self.alive() if loader._position is None]
         for loader in new:
             alike = [one for one in self.positions if one.site == loader._site and one.is_free(new)]
-            kept = [one for one in self.positions if one.resumes and one.loader() is None]
+            kept = [one for one in self.positions if one.waits_for_loader]
             read = [one for one in kept if not one.site or one.training == loader._training]
             position = next(iter([*alike, *(read if by_order else ())]), None) or Position(self)
             if position not in self.positions:
@@ -157,6 +157,11 @@ class Position:
         return loader is None or (self.training and loader not in new and self.epoch > 0 and not self.goes_on)
 
     @property
+    def waits_for_loader(self) -> bool:
+        """Whether this is a checkpoint's position whose loader is not set up yet."""
+        return self.resumes and self.loader() is None
+
+    @property
     def goes_on(self) -> bool:
         """Whether a loader is in its epoch."""
         return self.resumes or self.newest() is not None
@@ -219,7 +224,7 @@ class Position:
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position."""
         loader, over = self.loader(), self._is_over
-        if loader is None and self.resumes and self._restored is not None:
+        if self.waits_for_loader and self._restored is not None:
             return self._restored[0]
         # An evaluation by `next` in a step of training is not continued by the step that follows.
         within = bool(self._within) and self._within == self._loaders.in_training()
@@ -261,16 +266,9 @@ class EngineLoader:
     """
 
     def __init__(
-        self,
-        loader: BatchLoader,
-        given: Any,
-        loaders: Loaders,
-        training: bool,
-        make: Callable[[int], BatchLoader],
-        number: int,
-        site: str,
+        self, make: Callable[[int], BatchLoader], number: int, given: Any, loaders: Loaders, training: bool, site: str
     ) -> None:
-        self._loader, self._given, self._loaders, self._training = loader, given, loaders, training
+        self._loader, self._given, self._loaders, self._training = make(number), given, loaders, training
         self._make, self._number, self._site = make, number, site
         self._engine = loaders.engine
         self._position: Position | None = None
