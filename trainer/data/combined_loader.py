@@ -166,8 +166,8 @@ class CombinedBatches(BatchLoader):
     def _together(self, epoch: int, places: list[tuple[int, int]]) -> Iterator[Batch]:
         begin = [self._rounds(number, epoch, *place) for number, place in enumerate(places)]
         for batches in together(begin, self.mode, [rounds > 0 for rounds, _ in places]):
-            first = next(filter(None, batches))
-            data = [getattr(batch, "data", None) for batch in batches]
+            first = next(batch for batch in batches if batch is not None)
+            data = [None if batch is None else batch.data for batch in batches]
             yield first._replace(data=tree_unflatten(data, self.structure))
 
     def _rounds(self, number: int, epoch: int, done: int, position: int) -> Callable[[], Iterator[Batch]]:
@@ -182,7 +182,7 @@ class CombinedBatches(BatchLoader):
 
     def _batches(self, number: int, epoch: int, start: int, again: int = 0) -> Iterator[Batch]:
         """Yield the batches of a loader, and note their number if its length is unknown."""
-        given = count(start)
+        given = count(start)  # not by a loop, whose variable would keep a batch in memory
         yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start, again), given)
         if self._lengths[number] is None:
             self._lengths[number] = next(given)

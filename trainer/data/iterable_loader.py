@@ -142,7 +142,7 @@ class IterableLoader(BatchLoader):
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
         super().__init__(loader, label, limit)
         # Each worker of a DataLoader over an IterableDataset makes or drops its own short batch.
-        self._slack = max(1, self.num_workers or 1) - 1
+        self._slack = max(0, (self.num_workers or 0) - 1)
         self.measure()
         self.note = self._make_note()
 
@@ -276,7 +276,7 @@ class IterableLoader(BatchLoader):
 
         If the state of a loader is the end of an epoch, such loaders first finish that epoch, without a batch.
         """
-        for number in range(1 + _EMPTY_ROUNDS * self.stateful):
+        for number in range(1 + _EMPTY_ROUNDS if self.stateful else 1):
             if number > 0:
                 seed_cpu_generators(seed)
                 batches = self._own_batches()
