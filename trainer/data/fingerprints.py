@@ -161,8 +161,9 @@ def _content(value: Any, depth: int = 3) -> Any:
 
 def _items(value: Any) -> list[Any]:
     """Return the first items of a dict, list or tuple; of other values none."""
-    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return [*items][:_MOST_ITEMS]
+    if type(value) is dict:
+        return list(islice(value.values(), _MOST_ITEMS))
+    return list(value[:_MOST_ITEMS]) if type(value) in (list, tuple) else []
 
 
 def length_of(value: Any) -> int | None:

@@ -91,7 +91,8 @@ class Loaders:
             alike = [one for one in self.positions if one.site == loader._site and one.is_free(new)]
             kept = [one for one in self.positions if one.waits_for_loader]
             read = [one for one in kept if not one.site or one.training == loader._training]
-            position = next(iter([*alike, *(read if by_order else ())]), None) or Position(self)
+            found = [*alike, *read] if by_order else alike
+            position = found[0] if found else Position(self)
             if position not in self.positions:
                 self.positions.append(position)
                 if read and loader._training:
