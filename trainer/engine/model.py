@@ -218,6 +218,21 @@ class EngineOptimizer(Optimizer):
         if not self.stepping:
             raise ConfigError(f"step the optimizer that engine.setup returned, not torch's {type(optimizer).__name__}.")
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the torch optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the torch optimizer."""
+        return self.optimizer.defaults
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the torch optimizer, with this process's shards alone; `Engine.save` writes all."""
         return self.optimizer.state_dict()

@@ -638,11 +638,13 @@ def first_dimensions(batch: Any) -> list[int]:
     """Return the different first dimensions of the tensors in `batch` (nested dicts, lists, tuples, dataclasses)."""
     if isinstance(batch, torch.Tensor):
         return list(batch.shape[:1])
-    parts: Iterable[Any] = ()
+    parts: Iterable[Any]
     if isinstance(batch, Mapping):
         parts = batch.values()
     elif is_dataclass(batch):
         parts = [getattr(batch, one.name, None) for one in fields(batch)]
     elif isinstance(batch, (list, tuple)):
         parts = batch
+    else:
+        return []
     return [*dict.fromkeys(chain.from_iterable(map(first_dimensions, parts)))]
