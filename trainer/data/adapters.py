@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from trainer.errors import ConfigError, shown
 from trainer.seed import mix_seed
 
 
-def make_batch_loader(loader: Any, *, name: str = "", limit: int | float | None = None, **reading: Any) -> BatchLoader:
+def make_batch_loader(loader: Any, *, name: str = "", limit: int | float | None = None, **options: Any) -> BatchLoader:
     """Return the batches of `loader` for one process.
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
@@ -31,21 +30,18 @@ def make_batch_loader(loader: Any, *, name: str = "", limit: int | float | None 
         loader: yields the batches.
         name: the loader's name, for messages.
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
-        reading: the fields of `Reading`.
+        options: the fields of `Reading`.
 
     Raises:
         ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
     """
-    return _batch_loader(loader, name, limit, Reading(**reading))
-
-
-def _batch_loader(loader: Any, name: str, limit: int | float | None, reading: Reading) -> BatchLoader:
+    reading = Reading(**options)
     label = f"the {'training' if reading.training else 'evaluation'} loader" + (f" {name!r}" if name else "")
     if reading.training and (isinstance(loader, Mapping) or _is_several(loader)):
         loader = CombinedLoader(loader, "max_size_cycle")
     if isinstance(loader, CombinedLoader):
         parts = [
-            _batch_loader(one, f"{name}{number}", None, replace(reading, seed=mix_seed(reading.seed, number) >> 1))
+            make_batch_loader(one, name=f"{name}{number}", **{**options, "seed": mix_seed(reading.seed, number) >> 1})
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)

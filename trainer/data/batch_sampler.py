@@ -329,7 +329,9 @@ class DistributedBatchSampler:
             return None
         size = self.batch_size * self.world_size
         full, short = divmod(self.samples, size)
-        return min(num_global_batches * size, full * size + self._share(short)[2])
+        if num_global_batches <= full:
+            return num_global_batches * size
+        return full * size + self._share(short)[2]
 
     def _count_global_batches(self) -> int | None:
         if self.has_batch_sampler:

@@ -127,7 +127,7 @@ class CombinedBatches(BatchLoader):
 
     def _set_sizes(self) -> None:
         lengths = [part.length for part in self.parts]
-        self._set_lengths(self._combined(lengths), self._combined([part.max_length for part in self.parts]))
+        self._set_lengths(self._combined(lengths), self._combined([part.max_length for part in self.parts]), None)
         self.batch_size = self.parts[0].batch_size
         self._lengths = [before if now is None else now for before, now in zip(self._lengths, lengths, strict=True)]
 

@@ -160,8 +160,7 @@ class IterableLoader(BatchLoader):
                     self._load(state)
             length = length_of(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
-        self._set_lengths(length, length)
-        self._promise(length)
+        self._set_lengths(length, length, length)
         # In evaluation one process may have no batch.
         if self.limit != 0 and length == 0 and (self._training or self._single_process):
             raise ConfigError(f"{self.label} has no batch: {self._kind()} has length 0.")

@@ -131,19 +131,15 @@ class BatchLoader(ABC):
         self.pinned: bool | None = getattr(options, "pin_memory", None)
         """True if batches come in pinned memory; None: the loader is not a DataLoader."""
 
-    def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None) -> None:
+    def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None, promised: int | None) -> None:
+        """Set the lengths; `promised`: this process's batches with padding, of which `as_promised` makes sure."""
         self.limit = _batches(self._given_limit, num_global_batches, self.label)
         before, self._measured = self._measured, (num_local_batches, num_global_batches, self.limit)
         if self._measured != before:  # else the length stays the common one of all processes
             self.length = _minimum(num_local_batches, self.limit)
             self.max_length = _minimum(num_global_batches, self.limit)
-
-    def _promise(self, batches: int | None) -> None:
-        """Remember this process's batches per epoch, for `as_promised`; None: unknown.
-
-        In training `length` may be another process's number.
-        """
-        self._promised = None if batches is None else _minimum(batches, self.limit)
+        # In training `length` may be another process's number.
+        self._promised = None if promised is None else _minimum(promised, self.limit)
 
     @abstractmethod
     def measure(self, epoch: int | None = None, start: int = 0) -> None:

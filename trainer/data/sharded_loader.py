@@ -70,9 +70,9 @@ class ShardedDataLoader(BatchLoader):
         sampler, loader = self.sampler, self._given
         if self._given_limit != 0 and sampler.num_global_batches == 0:
             raise self._no_batch()
-        self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
+        local, everywhere = sampler.num_local_batches(), sampler.num_global_batches
+        self._set_lengths(local, everywhere, everywhere if sampler.pads else local)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
-        self._promise(sampler.num_global_batches if sampler.pads else sampler.num_local_batches())
         self.batch_size = _batch_size(sampler)
         if self.parts > 1:
             self._count_parts()

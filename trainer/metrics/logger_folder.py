@@ -64,11 +64,12 @@ class LoggerFolder:
 
     def folder(self, run_dir: Path | None) -> Path | None:
         """Return the folder of the files; None before a run that gives it."""
-        place, root = self.given or run_dir, self.root_dir(run_dir)
-        if place is None or root is None:
+        place = self.given or run_dir
+        if place is None:
             return None
         if self.name or self.version is not None or self.number is not None:
-            version = self.version_in(run_dir)
+            version, root = self.version_in(run_dir), self.root_dir(run_dir)
+            assert root is not None
             place = Path(root, f"version_{version}" if isinstance(version, int) else str(version))
         return place / (self.sub_dir or "")
 
