@@ -352,4 +352,4 @@ def test_a_save_after_a_loop_was_left_says_once_how_to_count(
                 loop.save()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (how != "zip")
-    assert all("if loader.batch ==" in one for one in said)
+    assert all("count by loader.batch" in one for one in said)

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.batch_sampler import DistributedBatchSampler
+from trainer.data.loader import Reading
 
 
 class Numbers(Dataset[int]):
@@ -36,7 +37,7 @@ class Numbers(Dataset[int]):
 
 def batch_sampler_of(loader: DataLoader[Any], rank: int = 0, world: int = 1, **options: Any) -> DistributedBatchSampler:
     options = {"seed": 1, "training": True, **options}
-    return DistributedBatchSampler(loader, rank=rank, world_size=world, **options)
+    return DistributedBatchSampler(loader, Reading(rank, world, **options))
 
 
 def read(

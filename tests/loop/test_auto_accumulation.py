@@ -19,7 +19,7 @@ from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 from trainer.callbacks import BadStepGuard, GradientAccumulationScheduler, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
-from trainer.loop import auto_accumulation
+from trainer.model import memory_limit
 
 SAMPLES, BATCH = 44, 12
 
@@ -89,7 +89,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that limits the memory that a trial may take."""
 
     def limit(megabytes: int) -> None:
-        monkeypatch.setattr(auto_accumulation, "free_memory", lambda: megabytes * 2**20)
+        monkeypatch.setattr(memory_limit, "free_memory", lambda: megabytes * 2**20)
 
     return limit
 
@@ -191,7 +191,7 @@ def _on_two(rank_without_memory: int) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         free = 5000 if rank == rank_without_memory else 100_000
-        patch.setattr(auto_accumulation, "free_memory", lambda: free * 2**20)
+        patch.setattr(memory_limit, "free_memory", lambda: free * 2**20)
         trainer, sizes = fit(module, "auto", BATCH // 2, strategy="ddp", devices=2)
     return {"sizes": sizes.sizes, "weights": trainer.full_state_dict(True), "steps": trainer.global_step}
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_is_said_before_the_first_step(little_memory: Any) -> Non
 
 def test_the_limit_of_the_shell_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -v` is a memory limit as any other."""
-    monkeypatch.setattr(auto_accumulation, "free_memory", lambda: None)
+    monkeypatch.setattr(memory_limit, "free_memory", lambda: None)
     fit(Hungry(1), "auto", max_epochs=1)  # what a process's first run imports and its threads reserve is no batch's
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -407,7 +407,7 @@ def test_a_value_by_step_in_an_evaluation_is_reported() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", float(batch_idx), on_step=True, on_epoch=False)
 
-    with pytest.warns(UserWarning, match=r"self.log\('val', on_step=True\): the steps are those of training"):
+    with pytest.warns(UserWarning, match=r"self.log\('val', on_step=True\): an evaluation and the hooks"):
         assert quiet().validate(ByStep(), loader(3)) == [{"val": 1.0}]
 
 

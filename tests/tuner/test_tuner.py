@@ -245,7 +245,6 @@ def test_the_search() -> None:
 
 
 WRONG: dict[str, Any] = {
-    "no trainer": lambda: Tuner(3),  # type: ignore[arg-type]
     "range": lambda: Tuner(quiet()).lr_find(Toy(), min_lr=1, max_lr=0.1),
     "steps": lambda: Tuner(quiet()).lr_find(Toy(), num_training=1),
     "mode": lambda: Tuner(quiet()).lr_find(Toy(), mode="log"),  # type: ignore[arg-type]

@@ -11,85 +11,54 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.arguments import defines
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.combined_loader import CombinedBatches, CombinedLoader
-from trainer.data.iterable_loader import IterableLoader
-from trainer.data.loader import BatchLoader
+from trainer.data.iterable_loader import EveryNth, IterableLoader
+from trainer.data.loader import BatchLoader, Reading
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
 from trainer.errors import ConfigError, shown
 from trainer.seed import mix_seed
 
 
-def make_batch_loader(
-    loader: Any,
-    *,
-    name: str = "",
-    rank: int,
-    world_size: int,
-    seed: int,
-    training: bool,
-    limit: int | float | None = None,
-    shuffle: bool | None = None,
-    seed_per_sample: bool = False,
-    pad: bool = False,
-    split: bool = True,
-) -> BatchLoader:
+def make_batch_loader(loader: Any, *, name: str = "", limit: int | float | None = None, **options: Any) -> BatchLoader:
     """Return the batches of `loader` for one process.
 
     A plain torch DataLoader over a map-style dataset becomes a `ShardedDataLoader`: each process gets its part, every
-    sample counts exactly once, and any position is reached without reading samples. Everything else (a subclass of
-    DataLoader, a DataLoader over an IterableDataset, a list of batches, any iterable) is used unchanged, by an
-    `IterableLoader`.
+    sample counts exactly once, and any position is reached without reading samples. An `IterableLoader` uses
+    everything else unchanged: a subclass of DataLoader, a DataLoader over an IterableDataset, a list of batches, any
+    iterable.
 
     Args:
         loader: yields the batches.
-        name: its name, for messages.
-        rank, world_size: of this process, among those that read different samples.
-        seed: of order and augmentation; the same on all ranks.
-        training: all ranks get the same number of batches, if need be with padding; else no sample is repeated.
+        name: the loader's name, for messages.
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
-        shuffle: override the loader: False for the same order in every epoch.
-        seed_per_sample: seed the random numbers of loading for each sample instead of each micro-batch.
-        pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
-        split: False: each rank gets what its own DataLoader's sampler gives.
+        options: the fields of `Reading`.
 
     Raises:
         ConfigError: the loader is empty or cannot be iterated, or `limit` cannot be applied to it.
     """
-    label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
-    if training and (isinstance(loader, Mapping) or _is_several(loader)):
+    reading = Reading(**options)
+    label = f"the {'training' if reading.training else 'evaluation'} loader" + (f" {name!r}" if name else "")
+    if reading.training and (isinstance(loader, Mapping) or _is_several(loader)):
         loader = CombinedLoader(loader, "max_size_cycle")
-    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "training": training}
-    options: dict[str, Any] = {"shuffle": shuffle, "seed_per_sample": seed_per_sample, "pad": pad, "split": split}
     if isinstance(loader, CombinedLoader):
         parts = [
-            make_batch_loader(one, name=f"{name}{number}", seed=mix_seed(seed, number) >> 1, **place, **options)
+            make_batch_loader(one, name=f"{name}{number}", **{**options, "seed": mix_seed(reading.seed, number) >> 1})
             for number, one in enumerate(loader.flattened)
         ]
         return CombinedBatches(loader, parts, label, limit)
     if not defines(loader, "__iter__", "__getitem__"):
-        raise ConfigError(
-            f"{label} is {shown(loader)}, which cannot be iterated. Give a DataLoader, a list of batches, or any "
-            "object with __iter__ that yields batches."
-        )
+        raise ConfigError(f"{label} is {shown(loader)}, which cannot be iterated: give a DataLoader or an iterable.")
     if not is_plain(loader):
-        cut = split and world_size > 1 and repeats_samples(loader)
-        return IterableLoader(
-            loader,
-            label=label,
-            world_size=world_size,
-            seed=seed,
-            training=training,
-            limit=limit,
-            every_nth_of=rank if cut else None,
-            reshuffles=shuffle is not False,
-        )
-    return ShardedDataLoader(loader, DistributedBatchSampler(loader, seed=seed, **place, **options), label, limit)
+        cut = reading.split and reading.world_size > 1 and _repeats_samples(loader)
+        share = EveryNth(reading.rank, reading.world_size) if cut else EveryNth(0, 1)
+        return IterableLoader(loader, label, limit, reading, share)
+    return ShardedDataLoader(loader, DistributedBatchSampler(loader, reading), label, limit)
 
 
-def repeats_samples(loader: Any) -> bool:
-    """Whether each of several processes would get all samples: a subclass of DataLoader that knows of no processes."""
-    if not isinstance(loader, DataLoader) or is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+def _repeats_samples(loader: Any) -> bool:
+    """Whether a subclass of DataLoader knows of no processes: each of several would get all samples."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    samplers = (loader.sampler, loader.batch_sampler)
     return not any(hasattr(one, "num_replicas") or hasattr(one, "rank") for one in samplers)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,19 @@ from torch.utils.data import (
 from trainer.arguments import with_python_numbers
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.fingerprints import functions_of, globals_fingerprints, length_of, sampler_fingerprints
-from trainer.data.loader import has_state, round_of
-from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
+from trainer.data.loader import Reading, has_state, round_of
+from trainer.data.sampler_state import (
+    changed_attributes,
+    own_generators,
+    plain_attributes,
+    seed_with,
+    set_attributes,
+    set_epoch,
+)
 from trainer.data.samplers import random_access, sizes_of
 from trainer.data.seeded_dataset import SeededIndices
 from trainer.errors import ConfigError
-from trainer.model.reachable import OwnGenerator
-from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
+from trainer.seed import isolated_rng, mix_seed, rng_state, set_rng_state
 
 _CHUNK = 4096
 
@@ -38,7 +44,7 @@ the batch); the samples of the epoch that it holds here (0: padding), and over a
 
 
 class _KeptSampler:
-    """A sampler whose plain attributes, and own state, are in checkpoints if the run has changed them."""
+    """A sampler whose changed plain attributes, and the state that it saves itself, are in checkpoints."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler, self.first = sampler, plain_attributes(sampler)
@@ -60,8 +66,8 @@ class _KeptSampler:
         self.start, self.own_start = self.changed(), self.own()
 
     def restore(self, changed: Mapping[str, Any], own: Any, in_place: bool = False) -> None:
-        """Put back what `changed` and `own` returned, and the first values of all other attributes."""
-        set_attributes(self.sampler, {**{name: value for name, (value,) in self.first.items()}, **changed}, in_place)
+        """Restore the results of `changed` and `own`, and the first values of all other attributes."""
+        set_attributes(self.sampler, {**self.first, **changed}, in_place)
         if own is not None and has_state(self.sampler):
             self.sampler.load_state_dict(own)
 
@@ -84,96 +90,70 @@ class DistributedBatchSampler:
     numbers of (seed, epoch) only; one that does its own sharding (`num_replicas` > 1 and `rank`, like a subclass of
     DistributedSampler) is used unchanged.
 
+    With `seed_per_sample` each sample gets a seed of (seed, epoch, position in the global order). Otherwise each batch
+    gets one, of (seed, epoch, global micro-batch, rank).
+
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
-        training: how `drop_last` and padding are meant.
-        pad: padding in evaluation, too.
-        shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
-            True: shuffle where the loader is sequential.
-        split: False: the sampler gives this process's part already.
-        seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
-            each batch, of (seed, epoch, global micro-batch, rank).
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        training: bool,
-        shuffle: bool | None = None,
-        seed_per_sample: bool = False,
-        pad: bool = False,
-        split: bool = True,
-    ) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], reading: Reading) -> None:
+        self._loader, self.reading = loader, reading
         self._first_batch_size, _, self.sampler, self.has_batch_sampler = _public(loader)
         self.automatic_batching = loader.batch_sampler is not None
-        self.shards_itself = (not split or _shards_itself(self.sampler)) and world_size > 1
-        if self.shards_itself and split:
-            _check_shards(self.sampler, rank, world_size)
-        self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
-        self.seed = seed
-        self.training = training
-        self.pads = training or pad
+        self.shards_itself = (not reading.split or _shards_itself(self.sampler)) and reading.world_size > 1
+        if self.shards_itself and reading.split:
+            _check_shards(self.sampler, reading.rank, reading.world_size)
+        self.rank, self.world_size = (0, 1) if self.shards_itself else (reading.rank, reading.world_size)
+        self.seed = reading.seed
+        self.pads = reading.training or reading.pad
         self._keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
-        self._shuffle, self.reshuffles = shuffle, shuffle is not False
-        self.comes_in_order = type(self.sampler) is SequentialSampler and shuffle is None
-        self._sizes: dict[str, Any] | None = None
-        """The sizes at the beginning of the epoch in progress, from a checkpoint; None: the current sizes."""
+        self.comes_in_order = type(self.sampler) is SequentialSampler and reading.shuffle is None
+        self._sizes: dict[str, Any] = {}
+        """The sizes at the beginning of the epoch in progress, from a checkpoint; {}: the current sizes."""
         self._epoch, self._start, self._again = 0, 0, 0
         self._limit: int | None = None
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] = {}
+        """The state of a checkpoint, until the samplers have it."""
         self._told: int | None = None
-        """The epoch that `set_epoch` was told for the iteration that comes next."""
-        self._read_sizes()
-        self._seed_per_sample, self.seed_rank = seed_per_sample, rank
-        self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
+        """The epoch that `set_epoch` has received for the next iteration."""
+        self._take(self.sampler)
         self._now: list[dict[str, Any]] = []
         """The attributes to set in torch's samplers once the order of a resumed epoch is drawn."""
         self._latest: deque[tuple[int, int, Any]] | None = None
         """Epoch, number and indices of the latest batches, which workers may be loading; None: they are not kept."""
 
+    def _take(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self._read_sizes()
+        self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
+
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         """Read batch size, length and indices again; see `BatchLoader.measure`."""
         if start == 0:
-            self._sizes = None
+            self._sizes = {}
         sampler = _public(self._loader)[2]
         if sampler is not self.sampler:  # loader.batch_sampler.sampler can be replaced
-            self.sampler = sampler
-            self._read_sizes()
-            self._kept = [_KeptSampler(one) for one in self._kept_samplers()]
-        if self.random_access is None or self._restored is not None or start == 0:
+            self._take(sampler)
+        if self.random_access is None or self._restored or start == 0:
             self._restore_attributes(within_epoch=start > 0)
             if epoch is not None and self.random_access is None:
-                generators, self._told = own_generators(self.sampler), epoch if self.reshuffles else 0
+                generators, self._told = own_generators(self.sampler), self.reading.order_of(epoch)
                 with isolated_rng(generators=generators):
-                    self._seed(mix_seed(self.seed, self._told), generators)
-                    self._set_epoch(self._told)
+                    seed_with(mix_seed(self.seed, self._told), generators)
+                    set_epoch(_nested(self.sampler), self._told)
         self._read_sizes()
 
     def forget_sizes(self) -> None:
         """Continue an epoch with the current sizes."""
-        self._sizes = None
-
-    def _seed(self, seed: int, generators: Sequence[OwnGenerator]) -> None:
-        seed_cpu_generators(seed)
-        for generator in generators:
-            generator.seed(seed)
-
-    def _set_epoch(self, epoch: int) -> None:
-        for one in _nested(self.sampler):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch)
+        self._sizes = {}
 
     def _read_sizes(self) -> None:
-        restored = self._sizes or {}
+        restored = self._sizes
         self.batch_size, self.drop_last, _, _ = _public(self._loader)
         if restored.get("first_batch_size") == self._first_batch_size:
             self.batch_size = restored.get("batch_size", self.batch_size)
-        sizes = None if self.has_batch_sampler or self._keeps_part else sizes_of(self.sampler)
+        sizes = None if self._keeps_part else sizes_of(self.sampler)
         if sizes is not None and restored.keys() >= {"samples", "size"}:
             there, sizes = sizes[1], (restored["samples"], restored["size"])
             if sizes[1] > there:
@@ -183,7 +163,7 @@ class DistributedBatchSampler:
                 )
         self.random_access = random_access(self.sampler, sizes)
         own_order = self.random_access is None or self.random_access.shuffled
-        self.shuffled = own_order if self._shuffle is None else self._shuffle
+        self.shuffled = own_order if self.reading.shuffle is None else self.reading.shuffle
         self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
         """Samples (of all processes) before `drop_last`; None if unknown."""
         if self.random_access is not None:
@@ -196,11 +176,11 @@ class DistributedBatchSampler:
         self._epoch, self._start, self._limit, self._again = epoch, start, limit, again
 
     def __iter__(self) -> Iterator[SeededIndices]:
-        epoch, start = (self._epoch if self.reshuffles else 0), self._start
+        epoch, start = self.reading.order_of(self._epoch), self._start
         if self.has_batch_sampler:
             batches = self._users_batches(epoch, start)
         elif self.random_access is not None:
-            if self._restored is not None:
+            if self._restored:
                 self._restore_attributes(within_epoch=start > 0)
             batches = self._random_access_batches(round_of(epoch, self._again), start)
         else:
@@ -212,13 +192,13 @@ class DistributedBatchSampler:
         return self._seeded(batches, round_of(self._epoch, self._again), start)
 
     def _seeded(self, batches: Batches, epoch: int, start: int) -> Iterator[SeededIndices]:
-        rank = () if self._seed_per_sample else (self.seed_rank,)
-        base = mix_seed(self.seed, epoch, *rank)
+        per_sample = self.reading.seed_per_sample
+        base = mix_seed(self.seed, epoch) if per_sample else mix_seed(self.seed, epoch, self.reading.rank)
         for number, (indices, position, samples, total) in enumerate(batches, start):
             request: Any = indices if self.automatic_batching else indices[0]
             if self._latest is not None:
                 self._latest.append((epoch, number, request))
-            if not self._seed_per_sample:
+            if not per_sample:
                 yield SeededIndices(request, mix_seed(base, number), None, samples, total)
             elif self.has_batch_sampler:
                 yield SeededIndices(request, mix_seed(base, position), 0, samples, total)
@@ -256,10 +236,10 @@ class DistributedBatchSampler:
         if self.shards_itself or type(self.sampler) is DistributedSampler:
             return {}
         samplers = _nested(self.sampler)
-        changed = (self._restored or {}).get("start") or [{} for _ in samplers]
+        changed = self._restored.get("start", [])
         return {
             name if len(samplers) == 1 else f"{type(sampler).__name__}.{name}": value
-            for sampler, restored in zip(samplers, changed, strict=False)
+            for sampler, restored in zip(samplers, chain(changed, repeat({})), strict=False)
             for name, value in sampler_fingerprints(sampler).items()
             if name not in restored
         }
@@ -276,15 +256,18 @@ class DistributedBatchSampler:
 
         "start", "own_start": the values at the start of the epoch; "now", "own_now": the current ones.
         """
-        if self._restored is not None:
+        if self._restored:
             return self._restored
-        sizes: dict[str, Any] = {"batch_size": self.batch_size, "first_batch_size": self._first_batch_size}
+        state: dict[str, Any] = {"batch_size": self.batch_size, "first_batch_size": self._first_batch_size}
         if self.random_access is not None:
-            sizes |= {"samples": self.random_access.length, "size": self.random_access.size}
+            state |= {"samples": self.random_access.length, "size": self.random_access.size}
         start, now = [one.start for one in self._kept], [one.changed() for one in self._kept]
-        state = sizes | ({"start": start, "now": now} if any(now) or any(start) else {})
-        own = {"own_start": [one.own_start for one in self._kept], "own_now": [one.own() for one in self._kept]}
-        return {**state, **(own if any(has_state(one.sampler) for one in self._kept) else {})}
+        if any(start + now):
+            state |= {"start": start, "now": now}
+        if any(has_state(one.sampler) for one in self._kept):
+            state["own_start"] = [one.own_start for one in self._kept]
+            state["own_now"] = [one.own() for one in self._kept]
+        return state
 
     def _kept_samplers(self) -> list[Any]:
         """Return the samplers whose attributes decide the order: the user's, and torch's with indices or weights."""
@@ -297,17 +280,17 @@ class DistributedBatchSampler:
         """Restore what `state_dict` returned, when the next epoch begins."""
         sizes = ("samples", "size", "batch_size", "first_batch_size")
         require(state, {f"{name}?": Integer() for name in sizes}, "the state of a sampler")
-        self._restored = self._sizes = state or None
+        self._restored = self._sizes = state
 
     def _restore_attributes(self, within_epoch: bool) -> None:
-        saved, self._restored = self._restored or {}, None
+        saved, self._restored = self._restored, {}
         when = "start" if within_epoch else "now"
         if saved:
-            nothing = [None] * len(self._kept)
-            states = saved.get(when) or nothing, saved.get(f"own_{when}") or nothing
-            for kept, changed, own in zip(self._kept, *states, strict=False):
-                kept.restore(changed or {}, own, in_place=self.random_access is not None)
-            self._now = saved.get("now", []) if within_epoch and self.random_access is not None else []
+            changes = chain(saved.get(when, []), repeat({}))
+            states = chain(saved.get(f"own_{when}", []), repeat(None))
+            for kept, changed, own in zip(self._kept, changes, states, strict=False):
+                kept.restore(changed, own, in_place=self.random_access is not None)
+            self._now = saved.get("now", []) if within_epoch else []
         for kept in self._kept:
             kept.mark_start()
 
@@ -316,44 +299,43 @@ class DistributedBatchSampler:
         """Iterate in the block; afterwards the user's samplers and their generators are as before."""
         samplers = [] if self.random_access is not None else _nested(self.sampler)
         before = [(kept, kept.own()) for kept in map(_KeptSampler, samplers)]
-        marks = self._restored, self._told, [(one, one.start, one.own_start) for one in self._kept]
+        marks = self._restored, self._told, self.sampler, [*map(copy.copy, self._kept)]
         with isolated_rng(generators=own_generators(*samplers)):
             try:
                 yield
             finally:
                 for kept, own in before:
                     kept.restore({}, own)
-                self._restored, self._told, starts = marks
-                for kept, start, own in starts:
-                    kept.start, kept.own_start = start, own
+                self._restored, self._told, self.sampler, self._kept = marks
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
-        if self.num_global_batches is None or self.num_global_batches == 0 or self.training:
+        if self.num_global_batches is None or self.reading.training:
             return self.num_global_batches
         if self.has_batch_sampler:
-            length = _length(self.sampler)
-            assert length is not None
-            return length // self.world_size + (self.rank < length % self.world_size)
+            return self._rounds(self.rank)
         assert self.samples is not None
-        short = self.samples % (self.batch_size * self.world_size)
-        low, high, total = self._share(short)
+        low, high, total = self._share(self.samples % (self.batch_size * self.world_size))
         return self.num_global_batches - (total > 0 and low == high)
+
+    def _rounds(self, rank: int) -> int | None:
+        """Return the rounds in which a rank gets a batch of the user's batch sampler; None if unknown."""
+        length = _length(self.sampler)
+        return None if length is None else -(-(length - rank) // self.world_size)
 
     def samples_in(self, num_global_batches: int) -> int | None:
         """Return the samples of the first `num_global_batches` over all processes; None if unknown."""
         if self.samples is None or self.shards_itself:
             return None
         size = self.batch_size * self.world_size
-        full = self.samples // size
-        return min(num_global_batches, full) * size + (
-            self._share(self.samples % size)[2] if num_global_batches > full else 0
-        )
+        full, short = divmod(self.samples, size)
+        if num_global_batches <= full:
+            return num_global_batches * size
+        return full * size + self._share(short)[2]
 
     def _count_global_batches(self) -> int | None:
         if self.has_batch_sampler:
-            length = _length(self.sampler)
-            return None if length is None else -(-length // self.world_size)
+            return self._rounds(0)
         if self.samples is None:
             return None
         full, short = divmod(self.samples, self.batch_size * self.world_size)
@@ -364,7 +346,7 @@ class DistributedBatchSampler:
         rank, world, size = self.rank, self.world_size, self.batch_size
         if not self.drop_last:
             return rank * short // world, (rank + 1) * short // world, short
-        batches = 0 if self.training else short // size
+        batches = 0 if self.reading.training else short // size
         low = min(rank, batches) * size
         return low, low + (size if rank < batches else 0), batches * size
 
@@ -399,7 +381,6 @@ class DistributedBatchSampler:
         """Yield batches from a sampler that is iterated from the beginning: indices are skipped, never samples."""
         size, globally = self.batch_size, self.batch_size * self.world_size
         low, high = self.rank * size, (self.rank + 1) * size
-        total = self._total(globally)
         position = start * globally
         for indices in self.iterate_sampler(epoch, position, globally):
             for first in range(0, len(indices), globally):
@@ -407,9 +388,7 @@ class DistributedBatchSampler:
                 if len(part) < globally:
                     yield from self._short_batch(part, position)
                 else:
-                    # Without automatic batching an index may stand for several samples.
-                    own, everywhere = (size, total) if self.automatic_batching else self._counted(part, low, high)
-                    yield part[low:high], position + low, own, everywhere
+                    yield part[low:high], position + low, *self._counted(part, low, high)
                 position += globally
 
     def _short_batch(self, indices: list[Any], position: int) -> Batches:
@@ -424,6 +403,7 @@ class DistributedBatchSampler:
         """Return the samples of a part of the indices, and of all of them."""
         if self.automatic_batching:
             return high - low, self._total(len(indices))
+        # An index may stand for several samples.
         samples = [len(one) if hasattr(one, "__len__") else 1 for one in indices]
         return sum(samples[low:high]), self._total(sum(samples))
 
@@ -442,32 +422,27 @@ class DistributedBatchSampler:
                 number += world
 
     def iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
-        """Yield what the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be
-        short), with its own random numbers.
+        """Yield the sampler's items from number `skip` on, in lists of a multiple of `unit` items (the last may be
+        short), with separate random numbers.
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """
         seed, generators = mix_seed(self.seed, round_of(epoch, self._again)), own_generators(self.sampler)
         chunk = unit * max(1, (_CHUNK if not self.has_batch_sampler else _CHUNK // 16) // unit)
-        items: Iterator[Any] | None = None
-        state: dict[str, Any] = {}
-        states: list[Any] = []
         told, self._told = self._told == epoch and self._again == 0, None
         if not told:
             self._restore_attributes(within_epoch=skip > 0)
+        with isolated_rng(generators=generators):
+            seed_with(seed, generators)
+            if not told:
+                set_epoch(_nested(self.sampler), epoch)
+            items = islice(iter(self.sampler), skip, None)
+            state, states = rng_state(), [generator.get_state() for generator in generators]
         while True:
             with isolated_rng(generators=generators):
-                if items is None:
-                    self._seed(seed, generators)
-                    if not told:
-                        self._set_epoch(epoch)
-                    items = iter(self.sampler)
-                    for _ in islice(items, skip):
-                        pass
-                else:
-                    set_rng_state(state)
-                    for generator, before in zip(generators, states, strict=True):
-                        generator.set_state(before)
+                set_rng_state(state)
+                for generator, before in zip(generators, states, strict=True):
+                    generator.set_state(before)
                 drawn = list(islice(items, chunk))
                 state, states = rng_state(), [generator.get_state() for generator in generators]
             if not drawn:
@@ -476,7 +451,7 @@ class DistributedBatchSampler:
 
 
 def _public(loader: DataLoader[Any]) -> tuple[int, bool, Any, bool]:
-    """Return micro-batch size, drop_last, the sampler, and True if that is a batch sampler of the user's own."""
+    """Return micro-batch size, drop_last, the sampler, and whether that is the user's batch sampler."""
     batches: Any = loader.batch_sampler
     if batches is None:
         return 1, False, loader.sampler, False

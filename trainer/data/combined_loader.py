@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -43,12 +43,15 @@ class CombinedLoader:
     @property
     def sampler(self) -> Any:
         """The samplers of the loaders, in their structure."""
-        return tree_unflatten([getattr(one, "sampler", None) for one in self.flattened], self.structure)
+        return self._attributes("sampler")
 
     @property
     def batch_sampler(self) -> Any:
         """The batch samplers of the loaders, in their structure."""
-        return tree_unflatten([getattr(one, "batch_sampler", None) for one in self.flattened], self.structure)
+        return self._attributes("batch_sampler")
+
+    def _attributes(self, name: str) -> Any:
+        return tree_unflatten([getattr(one, name, None) for one in self.flattened], self.structure)
 
     def __len__(self) -> int:
         return combined_length([len(one) for one in self.flattened], self.mode)
@@ -60,7 +63,7 @@ class CombinedLoader:
                 for batch_idx, batch in enumerate(loader):
                     yield batch, batch_idx, index
             return
-        parts = together([loader.__iter__ for loader in self.flattened], self.mode)
+        parts = together([loader.__iter__ for loader in self.flattened], self.mode, [False] * len(self.flattened))
         for batch_idx, batches in enumerate(parts):
             yield tree_unflatten(batches, self.structure), batch_idx, 0
 
@@ -73,15 +76,14 @@ def combined_length(lengths: Sequence[int], mode: str) -> int:
 
 
 def together(
-    begin: Sequence[Callable[[], Iterator[Any]]], mode: str, ended: Sequence[bool] | None = None
+    begin: Sequence[Callable[[], Iterator[Any]]], mode: str, ended_before: Sequence[bool]
 ) -> Iterator[list[Any]]:
     """Yield lists with an item of each iterator; `begin` starts them, in "max_size_cycle" again and again.
 
     Args:
-        ended: which of them have been at their end before; default: none.
+        ended_before: whether each iterator has been at its end before.
     """
-    iterators = [start() for start in begin]
-    ended = list(ended or [False] * len(begin))
+    iterators, ended = [start() for start in begin], list(ended_before)
     while not all(ended):
         items: list[Any] = []
         for number, start in enumerate(begin):
@@ -106,13 +108,13 @@ class CombinedBatches(BatchLoader):
         self.exact = all(part.exact for part in parts)
         self.one_shot = any(part.one_shot for part in parts)
         self._lengths: list[int | None] = [None] * len(parts)
-        """The batches of each loader in this epoch; None: it does not know its length, and has not ended yet."""
+        """The batches of each loader in this epoch; None: a loader of unknown length that has not ended yet."""
         self._set_sizes()
         self.note = " ".join(part.note for part in parts if part.note) or None
 
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
         for part, before in zip(self.parts, self._lengths, strict=True):
-            # One that has begun again may be at the beginning of its round.
+            # A loader that has begun again may be at the beginning of its round.
             part.measure(epoch, start % before if self.mode == "max_size_cycle" and before else start)
             if self.mode == "sequential":
                 length = before if part.length is None else part.length
@@ -125,12 +127,12 @@ class CombinedBatches(BatchLoader):
 
     def _set_sizes(self) -> None:
         lengths = [part.length for part in self.parts]
-        self._set_lengths(self._combined(lengths), self._combined([part.max_length for part in self.parts]))
+        self._set_lengths(self._combined(lengths), self._combined([part.max_length for part in self.parts]), None)
         self.batch_size = self.parts[0].batch_size
         self._lengths = [before if now is None else now for before, now in zip(self._lengths, lengths, strict=True)]
 
     def _combined(self, lengths: Sequence[int | None]) -> int | None:
-        """Return the number of batches of loaders of these lengths; None: one of them is not known."""
+        """Return the number of batches of loaders of these lengths; None: a length is not known."""
         return None if None in lengths else combined_length(lengths, self.mode)  # type: ignore[arg-type]
 
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -145,7 +147,7 @@ class CombinedBatches(BatchLoader):
         yield from islice(batches, None if self.limit is None else self.limit - start)
 
     def _places(self, start: int) -> list[tuple[int, int]]:
-        """Return the full rounds of each loader, which one that begins again has, and the batches after them."""
+        """Return the full rounds that each loader has made, if it begins again, and the batches after them."""
         if self.mode == "max_size_cycle":
             return [divmod(start, length) if length else (0, start) for length in self._lengths]
         places = []
@@ -179,8 +181,8 @@ class CombinedBatches(BatchLoader):
         return begin
 
     def _batches(self, number: int, epoch: int, start: int, again: int = 0) -> Iterator[Batch]:
-        """Yield the batches of a loader, and learn their number where its length is unknown."""
-        given = count(start)
+        """Yield the batches of a loader, and note their number if its length is unknown."""
+        given = count(start)  # not by a loop, whose variable would keep a batch in memory
         yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start, again), given)
         if self._lengths[number] is None:
             self._lengths[number] = next(given)
@@ -193,9 +195,8 @@ class CombinedBatches(BatchLoader):
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
         names = dict.fromkeys(chain.from_iterable(each))
-        return {name: "; ".join(one.get(name, "") for one in each) for name in names} | {
-            "loader": f"combined, {self.mode}"
-        }
+        described = {name: "; ".join(one.get(name, "") for one in each) for name in names}
+        return {**described, "loader": f"combined, {self.mode}"}
 
     def numbers(self) -> dict[str, dict[str, str]]:
         each = [part.numbers() for part in self.parts]
@@ -207,9 +208,9 @@ class CombinedBatches(BatchLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(state, {"lengths?": [(Integer(), None)]}, "the state of a CombinedLoader")
-        saved = [*state.get("lengths", []), *[None] * len(self.parts)]
+        saved = chain(state.get("lengths", []), repeat(None))
         self._lengths = [
-            saved[number] if part.length is None else part.length for number, part in enumerate(self.parts)
+            length if part.length is None else part.length for part, length in zip(self.parts, saved, strict=False)
         ]
         for part, one in zip(self.parts, state.get("loaders", []), strict=False):
             part.load_state_dict(one)

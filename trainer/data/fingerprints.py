@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -39,16 +39,16 @@ def has_values(tensor: torch.Tensor) -> bool:
 def fingerprint(value: Any) -> str | None:
     """Return a description for comparing two values; None if the value holds no numbers.
 
-    An int or bool is its own description; a range, list, array or tensor of numbers by its size and a hash, which do
-    not depend on its type.
+    An int or bool describes itself. The description of a range, list, array or tensor of numbers is its size and a
+    hash, which do not depend on its type.
     """
     if type(value) in (bool, int):
         return str(value)
-    if not isinstance(value, _WITH_ITEMS) or (isinstance(value, torch.Tensor) and not has_values(value)):
+    if not isinstance(value, _WITH_ITEMS):
         return None
     try:
         numbers = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    except (ValueError, TypeError, OverflowError, RuntimeError):  # a ragged list, or other objects
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # a ragged list, other objects, a sparse tensor
         return None
     if numbers.dtype.kind not in "biuf":
         return None
@@ -60,14 +60,15 @@ def fingerprint(value: Any) -> str | None:
 def sampler_fingerprints(sampler: Any) -> dict[str, str]:
     """Return fingerprints of the numbers that a sampler holds, by the names of its attributes.
 
-    Without `epoch`, which the trainer sets. Those of a list of indices, or of lists of them, are called "order".
+    Without `epoch`, which the trainer sets. A list of indices, or of lists of them, has the name "order".
     """
     if isinstance(sampler, _WITH_ITEMS):
         order, batches = fingerprint(sampler), list[Any](sampler)
         if order is None and all(isinstance(one, (list, tuple)) for one in batches):  # of different sizes
-            order = fingerprint([*map(len, batches), *(index for batch in batches for index in batch)])
-        return {} if order is None else {"order": order}
-    found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
+            order = fingerprint([*map(len, batches), *chain.from_iterable(batches)])
+        found = {"order": order}
+    else:
+        found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
     return {name: numbers for name, numbers in found.items() if numbers is not None}
 
 
@@ -82,9 +83,9 @@ def indices_fingerprint(dataset: Any) -> str | None:
 
 
 def samples_fingerprints(dataset: Any) -> dict[str, str]:
-    """Return fingerprints of the lists that a dataset keeps with a whole number or text for each sample.
+    """Return fingerprints of a dataset's lists with a whole number or text for each sample, by class and attribute.
 
-    By class and attribute. File names are compared without the folder that all of them are in.
+    File names are compared without their common folder.
     """
     return _by_attribute(dataset, lambda value, length: filter(None, [_list_fingerprint(value, length)]))
 
@@ -92,7 +93,7 @@ def samples_fingerprints(dataset: Any) -> dict[str, str]:
 def contents_fingerprints(dataset: Any) -> dict[str, str]:
     """Return fingerprints of some samples that a dataset keeps in tensors, arrays and lists, by class and attribute.
 
-    Nothing of a dataset is called but its length. Texts do not count, which may be paths.
+    Only the length of a dataset is called. Texts do not count, because they may be paths.
     """
     return _by_attribute(
         dataset, lambda value, length: [_digest(repr(_contents(one, length))) for one in _columns(value, length)]
@@ -100,11 +101,13 @@ def contents_fingerprints(dataset: Any) -> dict[str, str]:
 
 
 def _by_attribute(dataset: Any, describe: Callable[[Any, int], Iterable[str]]) -> dict[str, str]:
-    """Return the texts that `describe` gives of each attribute with the length of its dataset, by class and name."""
+    """Return the texts that `describe` gives for each attribute of a dataset of known length, by class and name."""
     found: dict[str, list[str]] = {}
     for one in _nested(dataset):
-        length = 0 if isinstance(one, (Subset, ConcatDataset)) else length_of(one) or 0
-        for name, value in attributes(one).items() if length else ():
+        length = length_of(one)
+        if not length or isinstance(one, (Subset, ConcatDataset)):
+            continue
+        for name, value in attributes(one).items():
             try:
                 texts = [*describe(value, length)]
             except Exception:  # a foreign kind of array or tensor
@@ -158,8 +161,9 @@ def _content(value: Any, depth: int = 3) -> Any:
 
 def _items(value: Any) -> list[Any]:
     """Return the first items of a dict, list or tuple; of other values none."""
-    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return [*items][:_MOST_ITEMS]
+    if type(value) is dict:
+        return list(islice(value.values(), _MOST_ITEMS))
+    return list(value[:_MOST_ITEMS]) if type(value) in (list, tuple) else []
 
 
 def length_of(value: Any) -> int | None:
@@ -171,7 +175,7 @@ def length_of(value: Any) -> int | None:
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and those that it is made of, which it keeps in attributes."""
+    """Yield a dataset and the datasets in its attributes."""
     waiting, seen = [dataset], set()
     for one in islice(waiting, _MOST_DATASETS):
         yield one
@@ -202,9 +206,9 @@ def _hexdigest(content: bytes) -> str:
 
 
 def globals_fingerprints(functions: Iterable[Any]) -> dict[str, str]:
-    """Return the plain globals that functions read, and functions of the same module that they call, by name.
+    """Return the plain globals that functions, and functions of the same module that they call, read, by name.
 
-    Without those that they set: these count, or keep something.
+    Globals that they also set are left out: these count, or keep something.
     """
     found: dict[str, str] = {}
     written: set[str] = set()
@@ -231,8 +235,8 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def read_values_fingerprints(function: Any) -> dict[str, str]:
     """Return the plain values that a function reads from its object, from enclosed and from global objects, by name.
 
-    Lists and dicts of plain values are such values too. `hparams` is looked into; no other property is called.
-    Without single values that it encloses, or that are globals themselves.
+    Lists and dicts of plain values count as plain values. `hparams` is read; no other property is called. Single values
+    that the function encloses, or that are globals, are left out.
     """
     function, own = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not isinstance(function, FunctionType):
@@ -280,9 +284,9 @@ def functions_of(value: Any) -> list[Any]:
 
 
 def name_of(function: Any) -> str:
-    """Return a name for comparing a function between processes: of a lambda with its place, of an object its class.
+    """Return a name for comparing a function between processes: with its place in a file, or the class of an object.
 
-    What the function holds or encloses, such as a generator or a rank, does not count.
+    The values that the function holds or encloses, such as a generator or a rank, do not count.
     """
     function = function.func if isinstance(function, partial) else function
     function = getattr(function, "__func__", function)
@@ -293,9 +297,9 @@ def name_of(function: Any) -> str:
 
 
 def function_fingerprint(function: Any) -> str | None:
-    """Return a fingerprint of what a function, partial or callable object computes; None if it is nothing to call.
+    """Return a fingerprint of the computation of a function, partial or callable object; None for other objects.
 
-    It depends on the code, defaults, enclosed values, attributes and plain globals, so on the version of Python too.
+    It depends on the code, defaults, enclosed values, attributes and plain globals, and so on the version of Python.
     """
     if not callable(function):
         return None
@@ -347,7 +351,7 @@ def _computed(value: Any, depth: int) -> Any:
 
 
 def _computed_by_object(value: Any, inner: int) -> Any:
-    """Return the class of an object, and, if it can be called, what it computes by."""
+    """Return the class of an object, and the code and attributes of an object that can be called."""
     kind = type(value)
     name = [kind.__qualname__, getattr(value, "__qualname__", "")]
     if not callable(value) or isinstance(value, (type, torch.nn.Module)) or kind.__module__ in ("builtins", "torch"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -15,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import defines
 from trainer.data.fingerprints import describe_function, length_of
-from trainer.data.loader import Batch, BatchLoader, has_state, round_of
-from trainer.data.sampler_state import own_generators
+from trainer.data.loader import Batch, BatchLoader, Reading, has_state, round_of
+from trainer.data.sampler_state import own_generators, seed_with, set_epoch
 from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError, restoring
-from trainer.metrics.metric_log import add_sizes
+from trainer.metrics.metric_log import first_dimensions
 from trainer.model.reachable import OwnGenerator
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
@@ -31,17 +32,15 @@ finish an epoch that was read to its end."""
 
 
 class _WithNext:
-    """The batches of an epoch, where it can be found out whether there is another one before that is taken.
+    """The batches of an epoch, which tell whether there is another one before it is taken.
 
     Args:
-        most: batches that are taken; None: all.
-        sure: batches that come for sure, by the loader's length.
+        most: the batches that are taken at most.
+        sure: the batches that are sure to come, by the loader's length.
     """
 
-    def __init__(self, batches: Iterator[Any], most: int | None, sure: int) -> None:
-        self._batches = batches
-        self._left = -1 if most is None else most
-        self._sure = sure
+    def __init__(self, batches: Iterator[Any], most: int, sure: int) -> None:
+        self._batches, self._left, self._sure = batches, most, sure
         self._next: list[Any] = []
         self._error: Exception | None = None
 
@@ -57,7 +56,7 @@ class _WithNext:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the next batch has been asked for, and was not taken yet."""
+        """Whether the loader has been asked for the next batch, which was not taken yet."""
         return bool(self._next) or self._error is not None
 
     @property
@@ -66,8 +65,10 @@ class _WithNext:
         return self._left == 0
 
     def ends(self) -> bool:
-        """Whether the epoch has ended. The loader is asked for one if that is not known, but never beyond the
-        limit; an error waits until it would have been raised."""
+        """Whether the epoch has ended; asks the loader for the next batch if necessary, but never beyond the limit.
+
+        An error of the loader waits until that batch is taken.
+        """
         if self._left == 0:
             return True
         if self._sure > 0:
@@ -80,7 +81,7 @@ class _WithNext:
 
 
 class EveryNth:
-    """The batches of a loader that fall to one process, where each process iterates all of them."""
+    """One process's batches of a loader that each process iterates completely."""
 
     def __init__(self, first: int, every: int) -> None:
         self.first, self.every = first, every
@@ -89,10 +90,10 @@ class EveryNth:
 
     def length_of(self, length: int) -> int:
         """Return the number of this process's batches among so many."""
-        return max(0, -(-(length - self.first) // self.every))
+        return -(-(length - self.first) // self.every)
 
     def of(self, batches: Iterator[Any], passed: int) -> Iterator[Any]:
-        """Return this process's batches among those that follow the ones that have `passed`."""
+        """Return this process's batches among the given ones; `passed` batches came before these."""
         return batches if self.every == 1 else self._counted(batches, passed)
 
     def _counted(self, batches: Iterator[Any], passed: int) -> Iterator[Any]:
@@ -110,56 +111,38 @@ class IterableLoader(BatchLoader):
     Where each process would get all samples, it iterates all batches and takes every n-th of them.
 
     Random numbers drawn by `iter()`, by the first batch of an epoch and by skipped batches follow from (seed, epoch): a
-    shuffling loader gives the same order after a restart, and the model's own random numbers are not disturbed.
+    shuffling loader gives the same order after a restart, and the model's random numbers stay undisturbed.
 
     Raises:
         ConfigError: the object has length 0, or `limit` cannot be applied to it.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        label: str,
-        world_size: int,
-        seed: int,
-        training: bool,
-        limit: int | float | None,
-        every_nth_of: int | None = None,
-        reshuffles: bool = True,
-    ) -> None:
-        self._loader = loader
-        self._share = EveryNth(0, 1) if every_nth_of is None else EveryNth(every_nth_of, world_size)
-        self._seed = seed
-        self._single_process = world_size == 1
-        self._training = training
+    def __init__(self, loader: Any, label: str, limit: int | float | None, reading: Reading, share: EveryNth) -> None:
+        self._loader, self._reading, self._share = loader, reading, share
+        self._single_process, self._training = reading.world_size == 1, reading.training
         self._restored: dict[str, Any] | None = None
-        """The state to begin the next epoch with; None: go on from where the last one ended."""
+        """The state to begin the next epoch with; None: continue where the last one ended."""
         self._first: dict[str, Any] | None = None
-        """The state before the first epoch, where each epoch is that one."""
+        """The state before the first epoch, where each epoch repeats the first."""
         self._asked: dict[str, Any] | None = None
         """The state before the next batch was asked for."""
         self._batches: _WithNext | None = None
         """The batches of the epoch in progress, of a loader with a state; None: none is in progress."""
         self._told: int | None = None
-        """The epoch that `set_epoch` was told for the iteration that comes next."""
+        """The epoch that `set_epoch` has received for the next iteration."""
         self._used = self._reported = False
-        self._reshuffles = reshuffles
-        """False: each epoch is the first one."""
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
         self._keeper = _keeper_of_place(loader)
-        """The object whose state is the place in the data: the loader or its dataset; None: neither has one."""
+        """The object whose state is the place in the data: the loader or its dataset; None: neither has a state."""
         self._is_of_nodes = any(kind.__module__.startswith("torchdata.nodes.") for kind in type(loader).__mro__)
         self.stateful = self._keeper is not None
         self._is_list = isinstance(loader, (list, tuple))
         self.exact = self.stateful or self._is_list
-        self._makes_batches = isinstance(loader, DataLoader) and not (
-            loader.batch_sampler is None and loader.batch_size is None
-        )
+        self._makes_batches = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
         super().__init__(loader, label, limit)
         # Each worker of a DataLoader over an IterableDataset makes or drops its own short batch.
-        self._slack = max(0, loader.num_workers - 1) if isinstance(loader, DataLoader) else 0
+        self._slack = max(0, (self.num_workers or 0) - 1)
         self.measure()
         self.note = self._make_note()
 
@@ -171,15 +154,13 @@ class IterableLoader(BatchLoader):
                 state = self._state_before(start)
                 if state is not None and start == 0:
                     self._load(state)
-                self._seed_and_tell(epoch, mix_seed(self._seed, epoch if self._reshuffles else 0))
+                self._seed_and_tell(epoch, mix_seed(self._reading.seed, self._reading.order_of(epoch)))
                 self._told = epoch if state is None or start > 0 else None
                 if state is not None and start > 0:
                     self._load(state)
             length = length_of(self._loader)
         self._length = length = None if length is None else self._share.length_of(length)
-        self._set_lengths(length, length)
-        # Of this process; in training the length may be another process's.
-        self._promised = length if length is None or self.limit is None else min(length, self.limit)
+        self._set_lengths(length, length, length)
         # In evaluation one process may have no batch.
         if self.limit != 0 and length == 0 and (self._training or self._single_process):
             raise ConfigError(f"{self.label} has no batch: {self._kind()} has length 0.")
@@ -251,14 +232,14 @@ class IterableLoader(BatchLoader):
 
     def _epoch(self, epoch: int, start: int, again: int) -> Iterator[Iterator[Batch]]:
         """Yield the batches of an epoch as one iterator: no batch passes a frame."""
-        rest = None if self.limit is None else self.limit - start
+        rest = (sys.maxsize if self.limit is None else self.limit) - start
         self._restored = self._state_before(start)
         ended = start > 0 and self._restored is not None and self._restored["ended"]
         # After more batches than its length there is one too many.
         complete = start == self._promised and not self._slack
-        if ended or complete or (rest is not None and rest <= 0):
+        if ended or complete or rest <= 0:
             return
-        if start == 0 and not self._reshuffles and self.stateful and self._first is None:
+        if start == 0 and self._reading.shuffle is False and self.stateful and self._first is None:
             with isolated_rng():
                 self._restored = self._first = deepcopy(self._state(ended=False, goes_on=False))
         begun = self._begun(epoch, start, again)
@@ -267,18 +248,18 @@ class IterableLoader(BatchLoader):
             return
         self._used = True
         if self.stateful:
-            cuts = self._length is None or self.limit is None or self._length > self.limit
+            cuts = self._length is None or self._length - start > rest
             sure = 0 if self._promised is None or self._slack else self._promised - start
-            begun = self._batches = _WithNext(begun, rest if cuts else None, sure)
+            begun = self._batches = _WithNext(begun, rest if cuts else sys.maxsize, sure)
         given = itertools.count(start)
         batches = map(self._received, islice(begun, rest), given)
-        yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
+        yield self.as_promised(batches, start, self._kind(), self._slack)
         self._report_short_epoch(next(given))
 
     def _begun(self, epoch: int, start: int, again: int) -> Iterator[Any] | None:
         """Return the loader's batches from number `start` on; None if it has none."""
         restored, self._restored, self._batches = self._restored, None, None
-        seed = mix_seed(self._seed, round_of(epoch, again) if self._reshuffles else 0)
+        seed = mix_seed(self._reading.seed, self._reading.order_of(round_of(epoch, again)))
         with isolated_rng():
             if restored is not None and start == 0:
                 self._end_epoch_before(restored, seed)
@@ -294,7 +275,7 @@ class IterableLoader(BatchLoader):
 
         If the state of a loader is the end of an epoch, such loaders first finish that epoch, without a batch.
         """
-        for number in range(1 + _EMPTY_ROUNDS * self.stateful):
+        for number in range(1 + _EMPTY_ROUNDS if self.stateful else 1):
             if number > 0:
                 seed_cpu_generators(seed)
                 batches = self._own_batches()
@@ -315,23 +296,18 @@ class IterableLoader(BatchLoader):
 
         None: the tensors differ in it.
         """
-        sizes: dict[int, None] = {}
-        add_sizes(data, sizes)
+        sizes = first_dimensions(data)
         samples = next(iter(sizes), 0)
         fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None
 
     def _report_short_epoch(self, given: int) -> None:
-        """Report, once, that an epoch had fewer batches than the limit, which schedules rely on."""
-        if not self._reported and self._length is None and self.limit is not None and given < self.limit:
+        """Report, once, that an epoch of training had fewer batches than the limit, which schedules rely on."""
+        reports = self._training and not self._reported and self._length is None
+        if reports and self.limit is not None and given < self.limit:
             self._reported = True
-            log.log(
-                logging.WARNING if self._training else logging.DEBUG,
-                "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit",
-                self.label,
-                given,
-                self.limit,
-            )
+            words = "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit"
+            log.warning(words, self.label, given, self.limit)
 
     def _state_before(self, start: int) -> dict[str, Any] | None:
         """Return the state for reading batch number `start` of an epoch; None: the loader's current one."""
@@ -343,13 +319,10 @@ class IterableLoader(BatchLoader):
 
     def _seed_and_tell(self, epoch: int, seed: int, told: bool = False) -> None:
         """Seed the random generators of samplers, and call `set_epoch` of the loader's parts."""
-        seed_cpu_generators(seed)
         # A loader with a state goes through its samplers several times when it is restored.
-        for generator in [] if self.stateful else _generators(self._loader):
-            generator.seed(seed)
-        for one in [] if told else _parts(self._loader):
-            if callable(getattr(one, "set_epoch", None)):
-                one.set_epoch(epoch if self._reshuffles else 0)
+        seed_with(seed, [] if self.stateful else _generators(self._loader))
+        if not told:
+            set_epoch(_parts(self._loader), self._reading.order_of(epoch))
 
     def _load(self, state: dict[str, Any]) -> None:
         with restoring(f"the state of {self.label}"):
@@ -385,7 +358,7 @@ class IterableLoader(BatchLoader):
         told, self._told = self._told == epoch, None
         self._seed_and_tell(epoch, seed, told)
         for one in [] if self.stateful else data_loaders_in(self._loader):
-            # torch draws a number for a new iterator, and none where persistent workers go on.
+            # torch draws a number for a new iterator, and none where persistent workers continue.
             if one.persistent_workers and vars(one).get("_iterator") is not None:
                 torch.empty((), dtype=torch.int64).random_(generator=one.generator)
         if restored is None:
@@ -400,8 +373,8 @@ class IterableLoader(BatchLoader):
     def _refuse_nothing(self) -> None:
         if self._training or self._single_process or (self.one_shot and self._used):
             raise ConfigError(
-                f"{self.label} has no batch: {self._kind()} yielded nothing. A generator or the like is used up "
-                "by then: pass something that can be iterated again, e.g. a list or a DataLoader."
+                f"{self.label} has no batch: {self._kind()} yielded nothing. A generator is used up after one pass: "
+                "give a list, a DataLoader, or another object that can be iterated again."
             )
 
     def _kind(self) -> str:
@@ -482,9 +455,9 @@ def _shuffles_in_a_buffer(dataset: Any) -> bool:
 
 
 def _generators(loader: Any) -> list[OwnGenerator]:
-    """Return the generators of a DataLoader's samplers, but for those in the states of stateful samplers.
+    """Return the generators of a DataLoader's samplers, except for samplers that save their state.
 
-    Those of torchdata's samplers are in the states of their iterators.
+    The iterators of torchdata's samplers save the generators.
     """
     samplers = [loader.sampler, loader.batch_sampler] if isinstance(loader, DataLoader) else []
     without_state = [

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from trainer.data.packed_dataset import is_sequence
 from trainer.errors import ConfigError
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Draw samples at random, with similar lengths in each batch: less of a batch is padding.
+    """Draw samples at random, with similar lengths in each batch, so that a batch has less padding.
 
     A random order is cut into groups of `batch_size * group_batches` samples, each sorted by length; the
     longest sample of all comes first, so that a lack of memory shows in the first step. The order depends on the
@@ -27,15 +26,12 @@ class LengthGroupedSampler(Sampler[int]):
         group_batches: batches that are sorted together.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: a number is less than 1.
     """
 
     def __init__(self, lengths: Sequence[Any], batch_size: int, group_batches: int = 50) -> None:
-        if min(batch_size, group_batches) < 1 or not is_sequence(lengths) or len(lengths) == 0:
-            raise ConfigError(
-                f"LengthGroupedSampler: give a length for each sample, or a map-style dataset, and numbers from 1: got "
-                f"batch_size={batch_size!r} and group_batches={group_batches!r}."
-            )
+        if min(batch_size, group_batches) < 1:
+            raise ConfigError(f"LengthGroupedSampler({batch_size=}, {group_batches=}): give integers from 1.")
         self.lengths = torch.tensor([_length(lengths[number]) for number in range(len(lengths))])
         self.batch_size, self.group_batches = batch_size, group_batches
 

@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import chain, compress, islice
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +34,7 @@ class Batch(NamedTuple):
     samples: int | None
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
-    """Samples of this micro-batch over all processes; where `samples` is None, batches that are no padding; None if
+    """Samples of this micro-batch over all processes, or the batches without padding where `samples` is None; None if
     unknown."""
 
     @property
@@ -48,15 +49,42 @@ class Batch(NamedTuple):
         return self.samples == 0
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The part of the data that a process reads, and how it reads it."""
+
+    rank: int
+    """The number of this process among the processes that read different samples."""
+    world_size: int
+    """The number of these processes."""
+    seed: int
+    """The seed of order and augmentation, the same on all ranks."""
+    training: bool
+    """True: all ranks get the same number of batches, if need be with padding. False: no sample is repeated."""
+    shuffle: bool | None = None
+    """None: as the loader does. False: the same order in every epoch, sequential for plain loaders. True: shuffle where
+    the loader is sequential."""
+    seed_per_sample: bool = False
+    """Seed the random numbers of loading for each sample instead of each micro-batch."""
+    pad: bool = False
+    """In evaluation, too, a plain DataLoader gives all ranks the same number of batches."""
+    split: bool = True
+    """False: each rank gets the samples of its own DataLoader's sampler."""
+
+    def order_of(self, epoch: int) -> int:
+        """Return the epoch that decides the order of `epoch`: 0 where all epochs have the same order."""
+        return 0 if self.shuffle is False else epoch
+
+
 class FactsForRanks(NamedTuple):
     """The facts of a loader that processes compare, by name."""
 
     equal: dict[str, object]
-    """Facts that have to be equal on all."""
+    """Facts that have to be equal on all processes."""
     orders: dict[str, str] = {}
-    """Fingerprints of the orders of samples that have to be equal on all, where each could find them out."""
+    """Fingerprints of the orders of samples; they have to be equal if all processes know them."""
     contents: dict[str, str] = {}
-    """Fingerprints of samples in memory, which should be equal on all."""
+    """Fingerprints of samples in memory, which should be equal on all processes."""
 
 
 class BatchLoader(ABC):
@@ -77,6 +105,8 @@ class BatchLoader(ABC):
     """A line for the user to read at the start of the run, or None."""
     _loader: Any
     """The loader that is iterated."""
+    _promised: int | None = None
+    """Batches per epoch on this process, by the loader's length; None if unknown."""
     _newest: weakref.ref[Any] | None = None
     """The newest iterator of the loader, if that may have workers."""
 
@@ -95,17 +125,21 @@ class BatchLoader(ABC):
         """The largest `length` of all processes. In training all have the same."""
         self.samples_per_epoch: int | None = None
         """Samples per epoch over all processes, after the limit; None if unknown."""
-        self.num_workers: int | None = loader.num_workers if isinstance(loader, DataLoader) else None
+        options = loader if isinstance(loader, DataLoader) else None
+        self.num_workers: int | None = getattr(options, "num_workers", None)
         """Number of processes that load batches; None: the loader is not a DataLoader."""
-        self.pinned: bool | None = loader.pin_memory if isinstance(loader, DataLoader) else None
+        self.pinned: bool | None = getattr(options, "pin_memory", None)
         """True if batches come in pinned memory; None: the loader is not a DataLoader."""
 
-    def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None) -> None:
+    def _set_lengths(self, num_local_batches: int | None, num_global_batches: int | None, promised: int | None) -> None:
+        """Set the lengths; `promised`: this process's batches with padding, of which `as_promised` makes sure."""
         self.limit = _batches(self._given_limit, num_global_batches, self.label)
         before, self._measured = self._measured, (num_local_batches, num_global_batches, self.limit)
         if self._measured != before:  # else the length stays the common one of all processes
             self.length = _minimum(num_local_batches, self.limit)
             self.max_length = _minimum(num_global_batches, self.limit)
+        # In training `length` may be another process's number.
+        self._promised = None if promised is None else _minimum(promised, self.limit)
 
     @abstractmethod
     def measure(self, epoch: int | None = None, start: int = 0) -> None:
@@ -115,15 +149,14 @@ class BatchLoader(ABC):
 
         Args:
             epoch: the epoch that `set_epoch` is told, for the next `iterate`; None: nothing is told yet.
-            start: the consumed batches of the epoch; above 0 a resumed run continues the epoch, with the sizes that it
-                began with.
+            start: the consumed batches of the epoch; above 0 a resumed run continues the epoch with its first sizes.
 
         Raises:
             ConfigError: the loader has become empty, or lacks samples that the epoch began with.
         """
 
     def forget_sizes(self) -> None:
-        """Have a resumed epoch use the current data, not the sizes that it began with."""
+        """Have a resumed epoch use the sizes of the current data."""
 
     @abstractmethod
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -140,38 +173,34 @@ class BatchLoader(ABC):
         """
 
     def pass_by(self, epoch: int, start: int, again: int = 0) -> None:
-        """Do as `iterate` in an epoch with nothing left: samplers begin it, and no batch is loaded."""
+        """Begin an epoch with nothing left in the samplers, as `iterate` does, without loading a batch."""
 
     def facts_for_ranks(self) -> FactsForRanks:
-        """Return what the processes compare; of an iterable only that it is one. It may take seconds."""
+        """Return the facts that the processes compare; an iterable has only its kind. It may take seconds."""
         return FactsForRanks({"kind": "iterated by each process"})
 
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
         """Return descriptions that have to be equal to resume inside an epoch.
 
-        By names of `GROUPS` in `runs/facts.py`.
-
-        A description with "on each process" depends on `world_size`.
+        By names of `GROUPS` in `runs/facts.py`. A description with "on each process" depends on `world_size`.
         """
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        """Return the numbers that decide which samples are loaded, by a name of `GROUPS` and their own.
+        """Return the numbers that decide which samples are loaded, by a name of `GROUPS` and by their name.
 
-        Without the numbers that are restored from a checkpoint.
+        Numbers that a checkpoint restores are left out.
         """
         return {}
 
-    def as_promised(
-        self, batches: Iterator[Batch], length: int | None, start: int, source: str, slack: int = 0
-    ) -> Iterator[Batch]:
-        """Return the batches from number `start` on; raise ConfigError if in the end there are not `length` of them.
+    def as_promised(self, batches: Iterator[Batch], start: int, source: str, slack: int = 0) -> Iterator[Batch]:
+        """Return the batches from number `start` on; raise ConfigError if their number turns out to be another.
 
         Args:
-            length: None: unknown, and not checked.
-            source: a description of the object whose length it is.
+            source: a description of the object that has the length.
             slack: the difference that is allowed.
         """
+        length = self._promised
         return batches if length is None else chain.from_iterable(self._counted(batches, length, start, source, slack))
 
     def _counted(
@@ -187,7 +216,7 @@ class BatchLoader(ABC):
             number = f"more than {given}" if more else f"only {given}"
             raise ConfigError(
                 f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Define "
-                "none, or return the number that __iter__ yields; limit_train_batches= ends epochs earlier."
+                "none, or return the number that __iter__ yields."
             )
 
     def shorten(self, lengths: list[int | None]) -> None:
@@ -205,12 +234,12 @@ class BatchLoader(ABC):
         """Do as `shorten`, at the beginning of an epoch.
 
         Raises:
-            ConfigError: the lengths differ, of data that all processes have to have alike.
+            ConfigError: the lengths differ, although all processes need the same data.
         """
         if self.samples_per_epoch is not None and len({*lengths}) > 1:
             raise ConfigError(
-                f"{self.label} has epochs of {lengths} batches on the processes: change the data alike on all of them, "
-                "which each have the full dataset; the trainer splits it."
+                f"{self.label} has epochs of {lengths} batches on the processes: each needs the full dataset, which "
+                "the trainer splits. Change the data in the same way on all of them."
             )
         self.shorten(lengths)
 
@@ -218,12 +247,12 @@ class BatchLoader(ABC):
         """Remember from now on the indices of the latest batches, for `indices`."""
 
     def indices(self, epoch: int, number: int) -> list[Any] | None:
-        """Return the indices of the samples in a late batch of this process; None: they are not known."""
+        """Return the indices of the samples in a recent batch of this process; None: they are not known."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an iterable that has one, else {}. Its position is after the last batch that `iterate`
-        yielded: call it when all of those are consumed."""
+        yielded: call it when the loop has consumed all of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,7 +268,7 @@ class BatchLoader(ABC):
 
     @contextmanager
     def kept_place(self) -> Iterator[None]:
-        """Iterate in the block, and continue afterwards as if nothing had been read."""
+        """Allow reading in the block, and continue afterwards as if nothing had been read."""
         before = self.state_dict()
         try:
             yield
@@ -248,9 +277,9 @@ class BatchLoader(ABC):
 
     @contextmanager
     def kept_data(self) -> Iterator[None]:
-        """Read in the block; afterwards place, generators and plain attributes of the user's data are as before."""
+        """Allow reading in the block; restore place, generators and plain attributes of the user's data at its end."""
         users = [one for name in ("dataset", "collate_fn") if (one := getattr(self._users, name, None)) is not None]
-        before = [(one, {name: value for name, (value,) in plain_attributes(one).items()}) for one in users]
+        before = [(one, plain_attributes(one)) for one in users]
         with isolated_rng(generators=self.generators()), self.kept_place():
             yield
         for one, values in before:
@@ -260,10 +289,7 @@ class BatchLoader(ABC):
 
     def _none_error(self, number: int) -> ConfigError:
         """Return the error for a batch that is None: processes that skip different batches would lose each other."""
-        return ConfigError(
-            f"{self.label} gave None as batch {number} of the epoch: have the dataset or collate_fn return one, or "
-            "leave those samples out beforehand."
-        )
+        return ConfigError(f"{self.label} gave None as batch {number} of the epoch: leave such samples out beforehand.")
 
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
@@ -305,13 +331,13 @@ class Loaders:
             make()
 
     def set_training(self, loader: BatchLoader, given: Any) -> None:
-        """Set the training loader, which the methods that return the others may already use."""
+        """Set the training loader; the methods that return the other loaders may already use it."""
         self.train, self.given["train"] = loader, given
         if self._keeps_indices:
             loader.keep_indices()
 
     def keep_indices(self) -> None:
-        """Have the training loader remember the indices of the latest batches, and each one that takes its place."""
+        """Have the training loader, and each later one, remember the indices of the latest batches."""
         self._keeps_indices = True
         if self.train is not None:
             self.train.keep_indices()
@@ -330,7 +356,7 @@ class Loaders:
 
     @contextmanager
     def kept_places(self) -> Iterator[None]:
-        """Put all loaders back to their places at the end."""
+        """Restore the places of all loaders at the end of the block."""
         with ExitStack() as places:
             for loader in self.all():
                 places.enter_context(loader.kept_place())
@@ -359,7 +385,7 @@ def round_of(epoch: int, again: int) -> int:
 def _end_workers(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator, if it has any.
 
-    Left to the iterator's `__del__`, worker processes forked later would run that too, and complain.
+    The iterator's `__del__` would do the same, but workers forked later would run it, too, and complain.
     """
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -372,10 +398,7 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
     if limit in (0.0, 1.0):
         return 0 if limit == 0.0 else None
     if length is None:
-        raise ConfigError(
-            f"limit {limit} is a fraction, but {label} has no length. "
-            "Give a number of batches (an int), 1.0, or a loader with __len__."
-        )
+        raise ConfigError(f"limit {limit} is a fraction, but {label} has no length. Give a number of batches, or 1.0.")
     # Rounded first: 0.29 * 100 is 28.999999999999996.
     batches = int(round(limit * length, 6))
     if batches == 0 and length > 0:

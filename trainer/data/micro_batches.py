@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def parts_of(batch: Batch, size: int, number: int) -> Iterator[Batch]:
     in_batch = batch.samples or samples_in(batch.data)
     for part in range(number):
         first, end = part * size, min((part + 1) * size, in_batch)
-        samples = None if batch.samples is None else 0 if batch.is_padding else max(0, end - first)
+        samples = None if batch.samples is None else min(max(0, end - first), batch.samples)  # 0 of padding
         if end <= first:
             first, end = 0, 1  # the weight of padding is zero
         total = batch.total if part == 0 or batch.total is None else 0
@@ -46,17 +47,16 @@ def _has_one_for_each(data: Any) -> bool:
 
 
 def _sliced(leaf: Any, samples: int, first: int, end: int) -> Any:
-    if leaf is None or isinstance(leaf, (str, int, float)) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 0):
+    if isinstance(leaf, (NoneType, str, int, float)) or getattr(leaf, "ndim", 1) == 0:
         return leaf
     try:
         entries = len(leaf)
     except TypeError:
         entries = -1
     if entries != samples:
-        what = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"of type {type(leaf).__name__}"
         raise ConfigError(
-            f"accumulate_grad_batches='auto' splits batches along the first dimension, and a batch of {samples} "
-            f"samples has an object {what}: give a smaller batch_size and a number instead of 'auto'."
+            f"accumulate_grad_batches='auto' splits batches by samples, and a {type(leaf).__name__} in a batch of "
+            f"{samples} does not have one entry for each: give a smaller batch_size and a number instead of 'auto'."
         )
     return leaf[first:end]
 

@@ -22,7 +22,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     - `input_ids`: the tokens, then `pad_token_id`.
     - `position_ids`: from 0 in each document, and in the padding.
-    - `labels`: the tokens; -100 for the first one of each document, which nothing predicts, and for padding.
+    - `labels`: the tokens; -100 for the first token of each document, which nothing predicts, and for padding.
     - `document_ids`: the number of the document in the row, from 0; -1 for padding.
 
     Hugging Face's models attend within documents when they get `position_ids` that begin again, no attention mask and
@@ -31,23 +31,24 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     run has the same rows.
 
     Args:
-        documents: sequences of tokens, or dicts that have them under "input_ids", such as a Hugging Face dataset. One
-            that is longer than `length` becomes several documents.
+        documents: sequences of tokens, or dicts that have them under "input_ids", such as a Hugging Face dataset. A
+            document that is longer than `length` becomes several documents.
         length: tokens in a row.
         pad_token_id: the token of the padding.
         lengths: the lengths of the documents, if they are known; else all documents are read once.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: `length` is less than 2, or there are more or fewer lengths than documents.
     """
 
     def __init__(
         self, documents: Sequence[Any], length: int, pad_token_id: int = 0, lengths: Sequence[int] | None = None
     ) -> None:
-        if length < 2 or not is_sequence(documents) or (lengths is not None and len(lengths) != len(documents)):
+        number = len(documents)
+        if length < 2 or (lengths is not None and len(lengths) != number):
             raise ConfigError(
-                f"PackedDataset packs a sequence of documents, each with its length if lengths are given, into rows of "
-                f"at least 2 tokens: it got a {type(documents).__name__} and length={length!r}."
+                f"PackedDataset({length=}): give rows of at least 2 tokens, and lengths for all {number} documents or "
+                "none."
             )
         self.documents, self.length, self.pad_token_id = documents, length, pad_token_id
         found = [len(_tokens(document)) for document in documents] if lengths is None else [int(n) for n in lengths]
@@ -87,13 +88,7 @@ def attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
     return same & causal.tril()
 
 
-def is_sequence(value: Any) -> bool:
-    """Whether a value has items by number, and is not a text."""
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str)
-
-
 def _tokens(document: Any) -> Any:
-    """Return the tokens of a document."""
     return document["input_ids"] if isinstance(document, Mapping) else document
 
 

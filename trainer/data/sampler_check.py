@@ -1,4 +1,4 @@
-"""Find out before a run a user's sampler's order, and whether a resumed run gets the same: try it in forks."""
+"""Find out before a run, in forks, the order of a user's sampler, and whether a resumed run gets the same order."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ _LONGEST_S = 10.0
 def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
     """Return False if a run that is resumed in its second epoch gets another order than one that was not interrupted.
 
-    A sampler may keep state anywhere: what it gives is compared, not what it is made of. The objects of this process
-    stay unchanged, because forked copies of the process do this. Of a large sampler the first items are compared.
+    A sampler may keep state anywhere, so its items are compared, not its attributes; of a large sampler only the first.
+    Forked copies of this process do the work, so that its objects stay unchanged.
 
     Returns:
-        None if it cannot be found out: it takes long, or fails, as it will in the run.
+        None if the answer is unknown: the sampler is slow, or fails, as it will in the run.
     """
-    unbroken = None if sampler.random_access is not None else _in_forked_process(lambda: _unbroken(sampler))
-    resumed = None if unbroken is None else _in_forked_process(lambda: _resumed(sampler, unbroken["state"]))
-    return None if unbroken is None or resumed is None else bool(unbroken["order"] == resumed["order"])
+    if sampler.random_access is not None:
+        return None
+    unbroken = _in_forked_process(lambda: _unbroken(sampler))
+    if unbroken is None:
+        return None
+    resumed = _in_forked_process(lambda: _resumed(sampler, unbroken["state"]))
+    return None if resumed is None else bool(unbroken["order"] == resumed["order"])
 
 
 def order_of(sampler: DistributedBatchSampler) -> str | None:
     """Return a fingerprint of the order of the first epoch, for comparing two processes.
 
-    Of a large sampler the first items count.
-
-    Returns:
-        None as `resumes_exactly`.
+    Of a large sampler only the first items count. None as in `resumes_exactly`.
     """
     if sampler.random_access is not None:
         return None
@@ -77,7 +78,7 @@ def _digest(order: list[Any]) -> str:
 
 
 def _in_forked_process(work: Callable[[], dict[str, Any]]) -> Any:
-    """Return what `work` returns in a forked process; None if it fails or takes long."""
+    """Do `work` in a forked process, and return its result; None if it fails or takes long."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do not exist in the copy
@@ -110,7 +111,7 @@ def _work_and_exit(work: Callable[[], dict[str, Any]], write: int) -> None:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return what comes until the other end is closed; nothing if that takes long."""
+    """Return the bytes that come until the other end is closed; none if that takes long."""
     message, deadline = b"", time.monotonic() + _LONGEST_S
     poll = select.poll()  # select.select takes no descriptor above 1023
     poll.register(descriptor, select.POLLIN)

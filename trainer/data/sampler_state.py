@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch.utils.data import Dataset, Sampler
 
 from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_scalar
 from trainer.model.reachable import OwnGenerator, attributes, generator_kinds, named_inside, walk
+from trainer.seed import seed_cpu_generators
 
 _MAX_DEPTH, _MAX_NUMBERS = 5, 100_000
 # SystemRandom has no state.
 _ALWAYS = (torch.Tensor, np.ndarray, Dataset, type, ModuleType, random.SystemRandom, *SCALARS)
 _OPAQUE = (nn.Module, *_ALWAYS)
 _NOT_STATE = (Sampler, *_ALWAYS)
-"""The same where the state of a program is looked for; the loaders' own is kept with them."""
+"""The same in a search for the state of a program: loaders keep the state of their samplers."""
 _HOLDERS = {"argparse", "collections", "types"}
 """Packages with namespaces, and with objects around a dict or a list."""
 _LIBRARIES = frozenset({"torch", "numpy", "trainer", "deepspeed", *sys.stdlib_module_names} - _HOLDERS)
-"""Packages whose other objects are not looked into then."""
+"""Packages whose objects such a search does not enter."""
 
 
 def own_generators(*owners: Any, of_data: bool = False) -> list[OwnGenerator]:
@@ -41,15 +43,29 @@ def own_generators(*owners: Any, of_data: bool = False) -> list[OwnGenerator]:
     return [OwnGenerator(one) for _, one in found]
 
 
+def seed_with(seed: int, generators: Iterable[OwnGenerator]) -> None:
+    """Seed the global generators on the CPU, and further generators."""
+    seed_cpu_generators(seed)
+    for generator in generators:
+        generator.seed(seed)
+
+
+def set_epoch(owners: Iterable[Any], epoch: int) -> None:
+    """Call `set_epoch` of the samplers and datasets that have it."""
+    for one in owners:
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)
+
+
 def named_generators(
     owners: Mapping[str, Any], contents: dict[int, dict[Any, Any]] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the generators in the attributes of parts of a program, by the part and the way to them, such as "noise".
+    """Return the generators in the attributes of parts of a program, by the part and the path to them, such as "noise".
 
-    Those in globals that the methods use, too. Datasets, samplers and objects of libraries are not looked into.
+    Generators in globals that the methods use count, too. Datasets, samplers and objects of libraries are not searched.
 
     Args:
-        contents: is given what is inside each object that is looked into, by its id.
+        contents: receives the contents of each searched object, by its id.
     """
     seen = {} if contents is None else contents
     seen |= _global_generators() | {id(owner): named_inside(owner, of_class=True) for owner in owners.values()}
@@ -62,7 +78,7 @@ def named_generators(
 
 
 def _place_of(owner: Any, path: str) -> tuple[Any, dict[str, Any], str]:
-    """Return the object that a way of `named_generators` ends in, what can be set in it, and the name there."""
+    """Return the object that holds a generator of `named_generators`, what can be set in it, and the name there."""
     *way, last = path.split(".")
     for part in way:
         owner = {str(name): one for name, one in named_inside(owner, of_class=True).items()}.get(part)
@@ -79,9 +95,9 @@ def put_generator(owner: Any, path: str, generator: Any) -> None:
 
 
 def take_back(owner: Any, path: str, contents: Mapping[int, dict[Any, Any]]) -> None:
-    """Put back what was in the place of a generator, by the `contents` of `named_generators` before it was made.
+    """Put back the value in the place of a generator, by the `contents` of `named_generators` before it was made.
 
-    An object that was not there then keeps it.
+    An object that did not exist then keeps the generator.
     """
     holder, entries, last = _place_of(owner, path)
     before = contents.get(id(holder), {last: entries.get(last)})
@@ -97,30 +113,28 @@ def _global_generators() -> dict[int, dict[Any, Any]]:
 
 
 def plain_attributes(sampler: Any) -> dict[str, Any]:
-    """Return copies of the attributes that are numbers, texts, or lists and arrays of up to 100,000 numbers.
+    """Return copies of the attributes that are numbers, texts, None, or lists and arrays of up to 100,000 numbers."""
+    return {name: _copy(value) for name, value in attributes(sampler).items() if _is_plain(value)}
 
-    Each copy is in a tuple of one, as `_copy` returns it.
-    """
-    return {name: copy for name, value in attributes(sampler).items() if (copy := _copy(value)) is not None}
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return value.numel() <= _MAX_NUMBERS and value.layout == torch.strided
+    if type(value) is np.ndarray:
+        return value.size <= _MAX_NUMBERS and value.dtype.name in NUMPY_NUMBERS
+    if type(value) is list:
+        return len(value) <= _MAX_NUMBERS and all(map(is_scalar, value))
+    return is_scalar(value)
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a plain value, in a tuple of one because None is a plain value; None for other values."""
-    if is_scalar(value):
-        return (value,)
-    if type(value) is torch.Tensor:
-        return (value.clone(),) if value.numel() <= _MAX_NUMBERS and value.layout == torch.strided else None
-    if type(value) is np.ndarray:
-        return (value.copy(),) if value.size <= _MAX_NUMBERS and value.dtype.name in NUMPY_NUMBERS else None
-    if type(value) is list and len(value) <= _MAX_NUMBERS and all(map(is_scalar, value)):
-        return (list(value),)
-    return None
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def changed_attributes(before: dict[str, Any], sampler: Any) -> dict[str, Any]:
     """Return the plain attributes that differ from those in `before`, an earlier result of `plain_attributes`."""
     now = plain_attributes(sampler)
-    return {name: one[0] for name, one in now.items() if name not in before or not _equal(before[name][0], one[0])}
+    return {name: value for name, value in now.items() if name not in before or not _equal(before[name], value)}
 
 
 def set_attributes(sampler: Any, values: dict[str, Any], in_place: bool = False) -> None:
@@ -131,14 +145,13 @@ def set_attributes(sampler: Any, values: dict[str, Any], in_place: bool = False)
     """
     before = attributes(sampler)
     for name, value in values.items():
-        copied = _copy(value)
-        if copied is None or hasattr(type(sampler), name) or (name in before and _equal(before[name], copied[0])):
-            continue
         own = before.get(name)
+        if hasattr(type(sampler), name) or not _is_plain(value) or (name in before and _equal(own, value)):
+            continue
         if in_place and isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
             own.copy_(value)
         else:
-            setattr(sampler, name, copied[0])
+            setattr(sampler, name, _copy(value))
 
 
 def _equal(one: Any, other: Any) -> bool:

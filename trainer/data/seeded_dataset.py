@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, de
 from trainer.data.loader import Batch
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
-from trainer.metrics.metric_log import add_sizes
+from trainer.metrics.metric_log import first_dimensions
 from trainer.seed import mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")
@@ -40,7 +40,7 @@ class SeededDataset(Dataset[Batch]):
         collate: the user's `collate_fn`.
         isolated: the context to load in; a worker, with separate generators, needs none.
         alone: no other process loads a part of the same micro-batches.
-        evaluates: the samples of a batch weight values only, and no gradient.
+        evaluates: the samples of a batch are weights of values only, not of gradients.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SeededDataset(Dataset[Batch]):
         self._isolated = isolated
         self._alone = alone
         self._counts = collate not in (default_collate, default_convert)
-        # On several processes a gradient goes by the samples that were asked for: those left out elsewhere are unknown.
+        # On several processes the requested samples weight a gradient: it is unknown how many the others left out.
         self._weighs = alone or evaluates
         self._warned = False
         self._seeds = not draws_nothing(dataset, collate)
@@ -94,12 +94,11 @@ class SeededDataset(Dataset[Batch]):
         return Batch(data, request.samples, request.total)
 
     def _batch_of_one_index(self, data: Any, request: SeededIndices) -> Batch:
-        """Return what one index gave, without automatic batching: a sample, or a batch that the dataset has made."""
-        sizes: dict[int, None] = {}
-        add_sizes(data, sizes)
+        """Return the data of one index, without automatic batching: a sample, or a batch that the dataset has made."""
+        sizes = first_dimensions(data)
         if not sizes or request.samples != 1:
             return Batch(data, request.samples, request.total)
-        samples = next(iter(sizes)) if len(sizes) == 1 else None
+        samples = sizes[0] if len(sizes) == 1 else None
         return Batch(data, samples, samples if self._alone else None)
 
     def _fetch_one(self, request: SeededIndices) -> Any:
@@ -126,7 +125,7 @@ class SeededDataset(Dataset[Batch]):
         if not hasattr(self.dataset, "__getitems__"):
             return [self.dataset[index] for index in indices]
         samples = self.dataset.__getitems__(indices)
-        # With a collate_fn of the user's, it may be a batch: a list of tensors.
+        # With the user's collate_fn, it may be a batch: a list of tensors.
         if type(samples) is list and self._collate is default_collate and len(samples) != len(indices):
             raise ConfigError(
                 f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} samples for {len(indices)} "
@@ -142,11 +141,10 @@ class SeededDataset(Dataset[Batch]):
 def samples_left(data: Any, fetched: Any, asked: int) -> int | None:
     """Return the number of samples in a batch: fewer than were `asked` for, if a collate function leaves some out.
 
-    None: unknown, because fewer rows may also be time, pairs of samples, or samples that are joined in a row.
+    None: unknown, because the rows may also be time, pairs of samples, or several samples in a row.
     """
-    sizes: dict[int, None] = {}
-    add_sizes(data, sizes)
-    if not sizes or (asked in sizes and min(sizes) == asked):
+    sizes = first_dimensions(data)
+    if min(sizes, default=asked) == asked:
         return asked
     rows = [shape for shape in _shapes(data) if shape]
     in_all, there = _shapes_in_all(fetched, asked)
@@ -180,14 +178,14 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:
-    """Return True if loading runs only torch's own code that draws no random numbers, so that seeding has no effect."""
+    """Return True if loading runs only code of torch that draws no random numbers, so that seeding has no effect."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and collate in (default_collate, default_convert)
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return the batch, which `SeededDataset` has collated."""
+    """Return the batch unchanged: `SeededDataset` has collated it."""
     return batch
 
 

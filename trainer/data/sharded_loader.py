@@ -52,7 +52,7 @@ class ShardedDataLoader(BatchLoader):
         self.parts = 1
         """Micro-batches into which each batch is split."""
         self._given = loader
-        self._seed = mix_seed(sampler.seed, sampler.seed_rank)
+        self._seed = mix_seed(sampler.seed, sampler.reading.rank)
         self._dataset: Any = loader.dataset
         self._generator = torch.Generator()
         self._options: dict[str, Any] = {}
@@ -68,13 +68,11 @@ class ShardedDataLoader(BatchLoader):
 
     def _measure(self) -> None:
         sampler, loader = self.sampler, self._given
-        if self._given_limit != 0:
-            _check_not_empty(loader, sampler, self.label)
-        self._set_lengths(sampler.num_local_batches(), sampler.num_global_batches)
+        if self._given_limit != 0 and sampler.num_global_batches == 0:
+            raise self._no_batch()
+        local, everywhere = sampler.num_local_batches(), sampler.num_global_batches
+        self._set_lengths(local, everywhere, everywhere if sampler.pads else local)
         self.samples_per_epoch = None if self.max_length is None else sampler.samples_in(self.max_length)
-        own = sampler.num_global_batches if sampler.pads else sampler.num_local_batches()
-        # Of this process; in training the length may be another process's.
-        self._promised = own if own is None or self.limit is None else min(own, self.limit)
         self.batch_size = _batch_size(sampler)
         if self.parts > 1:
             self._count_parts()
@@ -85,9 +83,18 @@ class ShardedDataLoader(BatchLoader):
             self._options, self._collate = options, loader.collate_fn
             self._loader = self._make_again(loader)
 
+    def _no_batch(self) -> ConfigError:
+        sampler = self.sampler
+        size = sampler.batch_size * (sampler.world_size if sampler.reading.training else 1)
+        return ConfigError(
+            f"{self.label} has no batch: {type(sampler.sampler).__name__} over {type(self._dataset).__name__} gives "
+            f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the "
+            "data, or use a smaller batch_size."
+        )
+
     @property
     def counts_everywhere(self) -> bool:
-        # Without automatic batching an index may stand for a batch, whose size is known when it is loaded.
+        # Without automatic batching an index may stand for a batch of a size that is only known once it is loaded.
         return super().counts_everywhere and self.sampler.automatic_batching
 
     def split(self, samples: int) -> int:
@@ -114,8 +121,8 @@ class ShardedDataLoader(BatchLoader):
         else:
             options |= {"sampler": self.sampler, "batch_size": None}
         isolated = PrivateRng() if loader.num_workers == 0 else nullcontext()
-        alone, training = self.sampler.world_size == 1, self.sampler.training
-        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated, alone, evaluates=not training)
+        alone, evaluates = self.sampler.world_size == 1, not self.sampler.reading.training
+        dataset = SeededDataset(loader.dataset, loader.collate_fn, isolated, alone, evaluates)
         return DataLoader(dataset, generator=self._generator, collate_fn=identity_collate, **options)
 
     def iterate(self, epoch: int, start: int = 0, again: int = 0) -> Iterator[Batch]:
@@ -135,11 +142,11 @@ class ShardedDataLoader(BatchLoader):
     def _unsplit_batches(self, epoch: int, start: int, again: int) -> Iterator[Batch]:
         """Yield the batches as the user's DataLoader makes them."""
         self.sampler.seek(epoch, start, self.limit, again)
-        # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
+        # Persistent workers start once, and with the same numbers in a run that is resumed in a later epoch.
         seed = 0 if self._loader.persistent_workers else round_of(epoch, again)
         self._generator.manual_seed(mix_seed(self._seed, seed) >> 1)
         batches = map(self._received, self._batches(), itertools.count(start))
-        yield from self.as_promised(batches, self._promised, start, f"its {type(self.sampler.sampler).__name__}")
+        yield from self.as_promised(batches, start, f"its {type(self.sampler.sampler).__name__}")
 
     def facts_for_ranks(self) -> FactsForRanks:
         sampler, kind = self.sampler, type(self.sampler.sampler)
@@ -214,7 +221,7 @@ class ShardedDataLoader(BatchLoader):
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return self._begin()
-        # As a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
+        # A DataLoader without workers does the same, but its iterator takes 15 microseconds for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
 
@@ -226,22 +233,9 @@ def _batch_size(sampler: DistributedBatchSampler) -> int | None:
     return sampler.batch_size if sampler.automatic_batching else None
 
 
-def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> None:
-    """Raise `ConfigError` if it is known to have no batch."""
-    if sampler.num_global_batches != 0:
-        return
-    dataset: Any = loader.dataset
-    size = sampler.batch_size * (sampler.world_size if sampler.training else 1)
-    raise ConfigError(
-        f"{label} has no batch: {type(sampler.sampler).__name__} over {type(dataset).__name__} gives "
-        f"{sampler.samples or 0} samples, and a batch needs {size} (drop_last={sampler.drop_last}). Check the data, or "
-        "use a smaller batch_size."
-    )
-
-
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:
-    """Return one line on what was replaced or ignored, or None."""
-    source, known, several = sampler.sampler, sampler.random_access, sampler.training and sampler.world_size > 1
+    """Return one line that names all that was replaced or ignored, or None."""
+    source, known, reading = sampler.sampler, sampler.random_access, sampler.reading
     kind = type(source).__name__
     notes = {
         "its DistributedSampler is replaced: every process gets its part, without repeated samples": (
@@ -252,17 +246,17 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
             known is not None and getattr(source, "generator", None) is not None
         ),
         "its samples come in order, also on several processes: to shuffle them, give shuffle=True": (
-            several and sampler.comes_in_order
+            reading.training and sampler.world_size > 1 and sampler.comes_in_order
         ),
         f"its {kind} gives the order of epoch 0 in every epoch": (
-            not sampler.reshuffles and (known is None or not known.sequential)
+            reading.shuffle is False and (known is None or not known.sequential)
         ),
         "in_order=False is ignored: a run can be resumed only if batches come in order": (
             not getattr(loader, "in_order", True)
         ),
         f"resume will not be exact: {kind} keeps state that is not found. Have set_epoch(epoch) decide the order, "
         "define state_dict and load_state_dict, or keep generators and counters in its attributes": (
-            sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False
+            reading.training and reading.rank == 0 and resumes_exactly(sampler) is False
         ),
     }
     shown = [note for note, applies in notes.items() if applies]

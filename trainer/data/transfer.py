@@ -18,8 +18,8 @@ from trainer.distributed.devices import has_streams
 def move_to(batch: Any, device: torch.device) -> Any:
     """Return a copy of `batch` with its tensors, and objects with `.to(device)`, on the device, in any nesting.
 
-    A dict, namedtuple, dataclass or the like with its own `.to` is moved by that. Everything else stays unchanged.
-    A batch whose tensors are all on the device already comes back with the same tensors.
+    A dict, namedtuple, dataclass or the like with a method `to` moves itself. Everything else stays unchanged. If all
+    tensors are on the device already, the result has the same tensors.
     """
     return map_leaves(batch, partial(_moved, device=device), moves_itself)
 
@@ -66,9 +66,9 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def moves_itself(batch: Any) -> bool:
-    """Whether a batch is moved by its own method `to`.
+    """Whether a batch moves itself, by its method `to`.
 
-    That of Hugging Face's BatchEncoding and BatchFeature is not used: it would wait for the device at each tensor.
+    The method of Hugging Face's BatchEncoding and BatchFeature is not used: it waits for the device at each tensor.
     """
     method = getattr(type(batch), "to", None)
     return callable(method) and not getattr(method, "__module__", "").startswith("transformers.")
@@ -101,7 +101,7 @@ def _like(original: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
-    """Return the function that copies a strategy's batches to its device; it does the same as `move_to`."""
+    """Return the function that copies a strategy's batches to its device, as `move_to` does."""
     return PrefetchCopy(device) if has_streams(device.type) else partial(move_to, device=device)
 
 
@@ -112,8 +112,8 @@ class PrefetchCopy:
     current stream waits for the copies before it uses the batch. A copy from memory that is not pinned blocks the host,
     but only for its own duration: on the computing stream it would block for all steps queued before it.
 
-    Only plain tensors in host memory go this way: memory of others could be reused too early, or is on the device
-    already.
+    Only plain tensors in host memory go this way. The memory of other tensors could be reused too early, or is on the
+    device already.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
 
-from trainer.data.combined_loader import CombinedLoader
 from trainer.data.loader import has_state
 from trainer.data.sampler_state import own_generators
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 from trainer.model.copies import deepcopy_with_functions
-from trainer.model.reachable import attributes
+from trainer.model.reachable import walk
 from trainer.seed import isolated_rng
 
 _LARGE = 2**26
 """Bytes of a tensor or array; copies of a loader share larger ones with the original."""
 _DEEPEST = 4
+"""Levels of objects in a loader that are searched for such tensors."""
+_NOT_SEARCHED = (nn.Module, type, ModuleType)
 
 
 @contextmanager
 def untouched(loader: Any, memo: dict[int, Any], is_new: bool = False) -> Iterator[Any]:
-    """Yield a loader with the batches of another one, which stays unchanged, or is put back at the end.
+    """Yield a loader with the batches of another one, which stays unchanged or is restored at the end.
 
-    The yielded loader is a copy, which shares large tensors and arrays. If it cannot be copied, as with open files:
-    a DataLoader over the same map-style dataset; or the loader itself, if its `state_dict` can put it back.
+    The yielded loader is a copy that shares large tensors and arrays. If the loader cannot be copied, for example
+    because of open files, it is a DataLoader over the same map-style dataset, or the loader itself, if its `state_dict`
+    can restore it.
 
     Args:
-        loader: what `fit` takes as training data.
-        memo: of `copy.deepcopy`: copies of what the loader shares with others.
+        loader: training data as `fit` takes them.
+        memo: of `copy.deepcopy`: copies of the objects that the loader shares with others.
         is_new: the loader was made for this purpose, so that it may be used up.
 
     Raises:
         ConfigError: the loader can neither be copied nor put back.
     """
     try:
-        copied = deepcopy_with_functions(loader, {id(one): one for one in _large(loader, 0)} | memo)
+        arrays = walk({"": loader}, _DEEPEST, {}, _NOT_SEARCHED, (torch.Tensor, np.ndarray))
+        shared = {id(one): one for _, one in arrays if one.nbytes >= _LARGE}
+        copied = deepcopy_with_functions(loader, shared | memo)
     except Exception as error:
         with ExitStack() as cleanup:
             yield _without_a_copy(loader, is_new, error, cleanup)
         return
-    with isolated_rng(generators=own_generators(loader, of_data=True)):  # those that a function shares
+    with isolated_rng(generators=own_generators(loader, of_data=True)):  # functions share theirs with the copy
         yield copied
 
 
@@ -66,20 +71,3 @@ def _without_a_copy(loader: Any, is_new: bool, error: Exception, cleanup: ExitSt
         f"a search would use up the data, a {type(loader).__name__} that cannot be copied ({error}): give the search "
         "separate data, or a loader with state_dict and load_state_dict."
     ) from error
-
-
-def _large(value: Any, depth: int) -> Iterator[Any]:
-    """Yield large tensors and arrays in a loader and its dataset."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        if value.nbytes >= _LARGE:
-            yield value
-        return
-    inside: Any = ()
-    if isinstance(value, (DataLoader, Dataset, CombinedLoader)):
-        inside = attributes(value).values()
-    elif isinstance(value, (list, tuple)):
-        inside = value[:_DEEPEST]
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    for one in inside if depth < _DEEPEST else ():
-        yield from _large(one, depth + 1)

@@ -1,4 +1,4 @@
-"""Start the workers of DataLoaders so that they end with their parent, and not by the signals that stop a run."""
+"""Start the workers of DataLoaders so that they end with their parent, and ignore the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -37,50 +37,17 @@ _BEGIN_S = 5.0
 _TRIES = 4
 
 
-class _Start:
-    """The process that starts a data worker.
-
-    Args:
-        by_server: multiprocessing's fork server is the worker's parent, at the request of this process.
-    """
-
-    def __init__(self, by_server: bool) -> None:
-        self.by_server = by_server
-        self._starter = os.getpid()
-        # prctl's PDEATHSIG is sent at the end of the thread that started the process, not of its process.
-        self._thread_lasts = in_main_thread()
-
-    def begin(self) -> None:
-        """Make this worker end with the process that started it, and ignore the signals that stop a run."""
-        leave_signals_to_parent()
-        self._end_with_parent()
-        # torch installs its own handler for SIGTERM when its part of the worker begins.
-        torchs: Any = signal_handling
-        torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
-
-    def _end_with_parent(self) -> None:
-        """Have this process end when its parent ends, whatever ends the parent."""
-        parent, starter = os.getppid(), multiprocessing.parent_process()
-        by_kernel = sys.platform.startswith("linux") and (self._thread_lasts or self.by_server)
-        if by_kernel:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self.by_server or not by_kernel:
-            # multiprocessing's fork server ends with the process that asked for this worker, if nothing else that this
-            # process has forked holds a copy of the server's pipe.
-            wait = starter.join if self.by_server and starter is not None else partial(_wait_for_parent, parent)
-            threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
-        if not self.by_server and {parent, os.getppid()} != {self._starter}:
-            os._exit(1)  # the parent ended before this line
-
-
 class _DataWorker(BaseProcess):
     """A worker process that ends when its parent ends, and ignores the signals that stop a run."""
 
     by_server: ClassVar[bool] = False
+    """True: multiprocessing's fork server is the worker's parent, at the request of this process."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._began = _Start(self.by_server)
+        self._starter = os.getpid()
+        # prctl's PDEATHSIG is sent at the end of the thread that started the process, not of its process.
+        self._thread_lasts = in_main_thread()
 
     @classmethod
     def _Popen(cls, process: Any) -> Any:  # noqa: N802  # multiprocessing's name
@@ -91,8 +58,26 @@ class _DataWorker(BaseProcess):
         return popen
 
     def run(self) -> None:
-        self._began.begin()
+        leave_signals_to_parent()
+        self._end_with_parent()
+        # torch installs its own handler for SIGTERM when its part of the worker begins.
+        torchs: Any = signal_handling
+        torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
         super().run()
+
+    def _end_with_parent(self) -> None:
+        """Have this process end when its parent ends, whatever ends the parent."""
+        parent, starter = os.getppid(), multiprocessing.parent_process()
+        by_kernel = sys.platform.startswith("linux") and (self._thread_lasts or self.by_server)
+        if by_kernel:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.by_server or not by_kernel:
+            # multiprocessing's fork server ends with the process that asked for this worker, unless another fork of
+            # that process holds a copy of the server's pipe.
+            wait = starter.join if self.by_server and starter is not None else partial(_wait_for_parent, parent)
+            threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
+        if not self.by_server and {parent, os.getppid()} != {self._starter}:
+            os._exit(1)  # the parent ended before this line
 
 
 class _Spawned(_DataWorker, contexts.SpawnProcess):
@@ -163,7 +148,7 @@ def _then_leave_signals(install: Callable[[], None]) -> None:
 
 
 def _worker_context(given: BaseContext | None) -> BaseContext:
-    """Return a context for a DataLoader whose workers end with this process; a user's own kind of context stays."""
+    """Return a context for a DataLoader whose workers end with this process; keep a user's kind of context."""
     standard = multiprocessing.get_context() if given is None else given
     method = standard.get_start_method()
     return _CONTEXTS[method] if type(standard) is type(multiprocessing.get_context(method)) else standard
@@ -184,8 +169,8 @@ def _context_in_a_run(loader: DataLoader[Any]) -> BaseContext | None:
 def workers_end_with_this_process() -> Iterator[None]:
     """Within the block, have the workers of all DataLoaders end with this process, and not by signals.
 
-    Also of loaders that the user makes in hooks, in iterables or in libraries: each iterator of a DataLoader, and of a
-    StatefulDataLoader, reads the loader's `multiprocessing_context` when it starts its workers, and nothing else does.
+    This includes loaders that the user makes in hooks, in iterables or in libraries. Each iterator of a DataLoader or a
+    StatefulDataLoader reads the loader's `multiprocessing_context` when it starts its workers, and nothing else does.
     """
     _runs.append(None)
     _class.multiprocessing_context = property(_context_in_a_run, _property.fset)
@@ -197,20 +182,21 @@ def workers_end_with_this_process() -> Iterator[None]:
             _class.multiprocessing_context = _property
 
 
-def data_loaders_in(loader: Any) -> Iterator[DataLoader[Any]]:
-    """Yield the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
-    seen = set()
-    for one in (loader, *getattr(loader, "__dict__", {}).values()):
-        for part in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else (one,):
-            if isinstance(part, DataLoader) and id(part) not in seen:
-                seen.add(id(part))
-                yield part
+def data_loaders_in(loader: Any) -> list[DataLoader[Any]]:
+    """Return the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
+    found = [loader, *getattr(loader, "__dict__", {}).values()]
+    for one in [*found]:
+        if isinstance(one, Mapping):
+            found += one.values()
+        elif isinstance(one, (list, tuple)):
+            found += one
+    return list({id(one): one for one in found if isinstance(one, DataLoader)}.values())
 
 
 def leave_signals_to_parent() -> None:
     """Ignore the signals that stop a run, in this process but not in its children.
 
-    Terminals, torchrun and Slurm send these signals to data workers as well, whose end would break the last step.
+    Terminals, torchrun and Slurm send these signals to data workers as well, but the last step still needs the workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         ignore_in_this_process(number)

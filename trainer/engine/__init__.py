@@ -1,4 +1,4 @@
-"""Engine: strategies, precision, checkpoints and exact resume for a loop of one's own."""
+"""Engine: strategies, precision, checkpoints and exact resume for a loop that you write."""
 
 from trainer.engine.engine import Engine as Engine
 from trainer.engine.loader import EngineLoader as EngineLoader

@@ -20,6 +20,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS
 from trainer.checkpoint.schema import Integer
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.data.loader import has_state
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
@@ -53,7 +54,7 @@ _KINDS: dict[str, Any] = {name: KINDS[name] for name in _OF_TRAINER + _OF_PROCES
         "changes?": {str: HOOK_CHANGES},
     }
 }
-"""The kinds of the entries that `load` reads, a Trainer's and an Engine's own; more are allowed."""
+"""The kinds of the entries that `load` reads, a Trainer's and an Engine's; further entries are allowed."""
 
 
 def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any]) -> None:
@@ -74,7 +75,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
     first = next(iter(parts.models.values())).module if parts.models else None
     hparams = first.hparams if isinstance(first, TrainModule) else {}
     scaler = engine._scaler
-    entries = {  # those that a Trainer writes, too, mean the same
+    entries = {  # entries that a Trainer writes, too, mean the same
         **tensors,
         "scaler": scaler.state_dict() if scaler is not None else {},
         "rng": [one["rng"] for one in per_rank],
@@ -125,13 +126,8 @@ def _resume(engine: Any, checkpoint: dict[str, Any], path: str, parts: ProgramSt
         )
     restore_scaler(engine._scaler, checkpoint["scaler"])
     if int(checkpoint["seed"]) != engine.seed and alive:
-        log.warning(
-            "the checkpoint was written with seed=%s, this Engine has seed=%d: the order of samples changes here. "
-            "Give seed=%s to go on exactly.",
-            checkpoint["seed"],
-            engine.seed,
-            checkpoint["seed"],
-        )
+        words = "the checkpoint has seed=%s, this Engine seed=%d: the order of samples changes. Give the same seed."
+        log.warning(words, checkpoint["seed"], engine.seed)
     rank = counterpart(checkpoint, strategy.processes)
     states = saved[rank or 0]["loaders"]
     for one in states:
@@ -162,10 +158,10 @@ class ProgramState:
         self.stateful: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.nonfinite: list[str] = []
-        """The names of what `tensors` has found not to be finite; the same on all processes."""
+        """The names of tensors that `tensors` has found not to be finite; the same on all processes."""
         for key, value in state.items():
             if not isinstance(key, str) or key.endswith("."):
-                raise ConfigError(f"the state has the key {key!r}: give texts that end with no dot.")
+                raise ConfigError(f"the state has the key {key!r}: give a text that does not end with a dot.")
             self._sort(key, value)
 
     def _sort(self, key: str, value: Any) -> None:
@@ -180,7 +176,7 @@ class ProgramState:
                 f"state[{key!r}] is a {type(value).__name__} that is not set up: give what engine.setup returned. "
                 "Loaders of engine.setup_dataloaders are saved without being named; leave them out of the state."
             )
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        elif has_state(value):
             self.stateful[key] = value
         else:
             self.values[key] = value
@@ -200,18 +196,18 @@ class ProgramState:
         states: dict[str, Any] = {}
         gradients: dict[str, Any] = {}
         for key, prefix in self._prefixes(self.models).items():
-            model = self.models[key]
-            synchronize_buffers(model._strategy)
-            of_model = model._strategy.module_state()
+            model, strategy = self.models[key], self.models[key]._strategy
+            synchronize_buffers(strategy)
+            of_model = strategy.module_state()
             mine = {name: one for name, one in self.optimizers.items() if one.model is model}
-            own = {name: model._strategy.optimizer_state(one.optimizer) for name, one in mine.items()}
+            own = {name: strategy.optimizer_state(one.optimizer) for name, one in mine.items()}
             found = model._finite.nonfinite({"model": of_model, "optimizers": list(own.values())})
             self.nonfinite += [_of_user(name, prefix, list(own)) for name in found]
             weights |= without_prefix(of_model, prefix)
-            waiting = {name: gradients_of(model._strategy, one.optimizer, one.waits) for name, one in mine.items()}
             in_checkpoint = partial(_without, prefix=prefix)
-            states |= {name: renamed(one, in_checkpoint) for name, one in own.items()}
-            gradients |= {name: renamed(one, in_checkpoint) for name, one in waiting.items()}
+            for name, one in mine.items():
+                states[name] = renamed(own[name], in_checkpoint)
+                gradients[name] = renamed(gradients_of(strategy, one.optimizer, one.waits), in_checkpoint)
         tensors = {"model": weights, "optimizers": [states[name] for name in self.optimizers]}
         if any(one.waits for one in self.optimizers.values()):
             tensors["gradients"] = [gradients[name] for name in self.optimizers]
@@ -273,12 +269,12 @@ class ProgramState:
             raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
 
     def _names_for_trainer(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return what an Engine's checkpoint says of its parts, for a Trainer's: it has one model."""
+        """Return the names that an Engine's checkpoint has for its parts, for a Trainer's checkpoint of one model."""
         names, number = list(self.optimizers), len(checkpoint["optimizers"])
         if len(self.models) > 1 or (names and len(names) != number):
             raise CheckpointError(
-                f"{path} is a Trainer's, with one model and {number} optimizers: load it into one model, which has the "
-                "names of the TrainModule."
+                f"{path} is a Trainer's checkpoint, with one model and {number} optimizers. Load it into one model "
+                "that has the names of the TrainModule."
             )
         return {"models": dict.fromkeys(self.models, ""), "optimizers": names, "stateful": {}, "values": {}}
 
@@ -290,9 +286,8 @@ class ProgramState:
         strategy = optimizer.model._strategy
         weights = _of_model(checkpoint["model"], prefix)
         state = renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
-        own = [one for one in self.engine._optimizers if one.model is optimizer.model].index(optimizer)
-        changes = saved.get("changes", {}).get(key)
-        regroup = None if changes is None else partial(optimizer.model._changes.restore_groups, own, changes=changes)
+        changes, restore_groups = saved.get("changes", {}).get(key), optimizer.model._changes.restore_groups
+        regroup = None if changes is None else partial(restore_groups, optimizer.number, changes=changes)
         with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
             load_optimizer(strategy, optimizer.optimizer, state, weights, regroup)
             optimizer.zero_grad()  # gradients of batches that a load inside the training takes back
@@ -325,7 +320,7 @@ def _without(name: str, prefix: str) -> str:
 
 
 def _of_user(name: str, prefix: str, optimizers: list[str]) -> str:
-    """Return the name in messages for what a `StateMonitor` has found in a model and its optimizers."""
+    """Return the name in messages for a tensor that a `StateMonitor` has found in a model or its optimizers."""
     if name.startswith("model."):
         return _without(name.removeprefix("model."), prefix)
     _, number, rest = name.split(".", 2)

@@ -1,4 +1,4 @@
-"""Engine: the trainer's parts for a loop of one's own."""
+"""Engine: the trainer's parts for a loop that you write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.engine.loader import Loaders
 from trainer.engine.model import Adapter, EngineModule, EngineOptimizer, take_parameters
 from trainer.errors import ConfigError, NotRunningError, did_you_mean, explain_torch_error, raise_problems
 from trainer.fault_tolerance.collective_check import end_listening, listen, require_same_call
-from trainer.fault_tolerance.failure import limit_exit, report_failure
+from trainer.fault_tolerance.failure import report_failure
 from trainer.fault_tolerance.forked_child import end_forked_child
 from trainer.guards.nonfinite import StateMonitor
 from trainer.loop.setup import check_built, join_processes, start_processes
@@ -123,9 +123,9 @@ class Engine(Answers):
         self._optimizers: list[EngineOptimizer] = []
         self.loaders = Loaders(self)
         self._block: CodeType | None = None
-        """The function with the block of `with`."""
+        """The function that contains the `with` block."""
         self._last: EngineModule | None = None
-        """The model that was called last to be trained."""
+        """The model that was called last with gradients."""
         self._given: Any = WeakIdKeyDictionary()  # parameters that no other model may have, as `setup` got them
         self._saved_at: list[tuple[int, int]] = []
         """The positions of the loaders in progress at the last save."""
@@ -133,7 +133,7 @@ class Engine(Answers):
         """`_unstepped`: between a backward and the step, or the `zero_grad`, that uses its gradients."""
         self._backwards = self.steps = self._calls = 0
         """`_calls`: calls of models and of backward that need all processes; they show that a process has continued
-        without the others. Other calls do not count: an evaluation may have different numbers of batches elsewhere."""
+        without the others. Other calls do not count: processes may evaluate different numbers of batches."""
         if seed is not None:
             seed_generators(seed)
 
@@ -180,14 +180,11 @@ class Engine(Answers):
                     error = failure
             stop.failed()
             explained = explain_torch_error(error)
-            if isinstance(error, Exception):
-                report_failure(stop.store, processes.rank, processes.world_size, explained or error)
-            if processes.world_size > 1:
-                limit_exit()
-        if explained is not None:
-            raise explained from error
-        if error is not given and error is not None:
-            raise error
+            report_failure(stop.store, processes.rank, processes.world_size, explained or error)
+            if explained is not None:
+                raise explained from error
+            if error is not given:
+                raise error
 
     def _tear_down(self) -> None:
         for loader in self.loaders.alive():
@@ -239,7 +236,7 @@ class Engine(Answers):
         prepared = strategy.setup_optimizers([*optimizers], steps) if optimizers else []
         finite, changes = StateMonitor(adapter, strategy, prepared), HookChanges(adapter, prepared, {})
         model = EngineModule(module, strategy, self, finite, changes, bool(optimizers))
-        wrapped = [EngineOptimizer(optimizer, model, self) for optimizer in prepared]
+        wrapped = [EngineOptimizer(optimizer, model, self, number) for number, optimizer in enumerate(prepared)]
         self._models.append(model)
         self._optimizers += wrapped
         return (model, *wrapped) if wrapped else model
@@ -298,21 +295,19 @@ class Engine(Answers):
                 "returned. For another method than forward, call model.mark_forward_method('name') first."
             )
         strategy = chosen._strategy
-        if strategy.scaler is not None:
-            for optimizer in self._optimizers:
-                strategy.scale_gradients(optimizer.optimizer)
+        for optimizer in self._optimizers:
+            strategy.scale_gradients(optimizer.optimizer)
         self._backwards += 1
         self._calls += not chosen._accumulates
         held = {one: marks_of_gradients(one.module.parameters()) for one in self._models if one._held}
         with backward_with(strategy, *args, **kwargs) if args or kwargs else nullcontext():
             strategy.backward(tensor)
-        for one in self._models:
-            reached = one is chosen or (one in held and held[one] != marks_of_gradients(one.module.parameters()))
-            if one._accumulates or reached:
-                one._held = one._accumulates
+        reached = [one for one, marks in held.items() if marks != marks_of_gradients(one.module.parameters())]
+        for one in [*(one for one in self._models if one._accumulates), *reached, chosen]:
+            one._held = one._accumulates
         self._unstepped = True
         for optimizer in self._optimizers:
-            optimizer.waits = optimizer.waits or has_gradients(optimizer.optimizer)
+            optimizer.waits |= has_gradients(optimizer.optimizer)
 
     @contextmanager
     def no_backward_sync(self, module: EngineModule, enabled: bool = True) -> Iterator[None]:
@@ -349,13 +344,14 @@ class Engine(Answers):
         Returns:
             The norm before, on the device; None by value, and under DeepSpeed, which clips in the step.
         """
-        value = max_norm if clip_val is None else clip_val
-        if value is None or (clip_val is not None and max_norm is not None) or norm_type != 2:
+        given = {"value": clip_val, "norm": max_norm}
+        limits = {algorithm: limit for algorithm, limit in given.items() if limit is not None}
+        if len(limits) != 1 or norm_type != 2:
             raise ConfigError("engine.clip_gradients: give either clip_val= or max_norm=, and norm_type=2.0.")
+        algorithm, limit = limits.popitem()
         strategy = optimizer.model._strategy
         strategy.unscale(optimizer.optimizer)
-        algorithm = "norm" if clip_val is None else "value"
-        norm: torch.Tensor | None = strategy.clip_gradients(optimizer.optimizer, value, algorithm)
+        norm: torch.Tensor | None = strategy.clip_gradients(optimizer.optimizer, limit, algorithm)
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: the loss is too large, or not finite.")
         return norm
@@ -367,13 +363,9 @@ class Engine(Answers):
         if strategy.multi_process:
             optimizer.model.require_unchanged()
         if closure is not None and (strategy.scaler is not None or strategy.multi_process):
-            raise ConfigError(
-                "optimizer.step(closure) works on one process without loss scaling: call backward before the step."
-            )
+            raise ConfigError("optimizer.step(closure) needs one process and no loss scaling: call backward first.")
         if closure is None and self._backwards == 0:
-            raise ConfigError(
-                "optimizer.step() found no gradients: call engine.backward(loss) first, in place of loss.backward()."
-            )
+            raise ConfigError("optimizer.step() found no gradients: call engine.backward(loss), not loss.backward().")
         if optimizer.model._accumulates or (optimizer.model._held and strategy.multi_process):
             raise ConfigError(
                 "optimizer.step() within no_backward_sync, or right after it, where gradients are not reduced yet: "
@@ -385,8 +377,7 @@ class Engine(Answers):
                 "out this step. Save after the last step of a batch."
             )
         self._saved_at = []
-        if strategy.scaler is not None:
-            strategy.unscale(inner)
+        strategy.unscale(inner)
         losses: list[Any] = []
 
         def evaluated() -> Any:
@@ -399,10 +390,8 @@ class Engine(Answers):
             strategy.step(inner, None if closure is None else evaluated, **options)
         finally:
             optimizer.stepping = False
-        if strategy.scaler is not None:
-            strategy.end_step()
-        if strategy.collective_forward:
-            strategy.release_gathered()
+        strategy.end_step()
+        strategy.release_gathered()
         self.steps += 1
         self._unstepped = optimizer.waits = False
         return next(iter(losses), None)
@@ -520,8 +509,6 @@ class Engine(Answers):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of process `src`: data and tensors, in any nesting. Collective."""
         self._require_entered("broadcast")
-        if not 0 <= src < self.world_size:
-            raise ConfigError(f"engine.broadcast(src={src}): the processes are 0 to {self.world_size - 1}.")
         if self.world_size == 1:
             return obj
         processes = self.strategy.processes
@@ -570,8 +557,8 @@ class Engine(Answers):
         """Restore a checkpoint into the objects of `state`, replace the data in it, and return the other saved data.
 
         Collective: call it after `setup` and `setup_dataloaders`, before the loop. With an optimizer in `state` the
-        training resumes: loaders at the next batch, random generators as they were. Without one only what is named is
-        restored. A Trainer's checkpoint has one model and its optimizers.
+        training resumes: loaders at the next batch, random generators in their saved states. Without one only the named
+        objects are restored. A Trainer's checkpoint has one model and its optimizers.
 
         Args:
             state: the same names as in `save`; fewer, for the weights alone.
@@ -586,7 +573,7 @@ class Engine(Answers):
         return load(self, path, {} if state is None else state, strict)
 
     def go_on_from(self, steps: int) -> None:
-        """Count on from the steps of a checkpoint."""
+        """Continue the count of steps from a checkpoint."""
         self.steps, self._begun, self._saved_at = steps, True, []
 
     @property
@@ -604,7 +591,7 @@ class Engine(Answers):
 
 
 def _site(frame: FrameType | None, until: CodeType | None) -> str:
-    """Return a call's place in the program, by functions and lines in them, from the block of `with` on."""
+    """Return a call's place in the program, by functions and lines in them, from the `with` block on."""
     calls = []
     while frame is not None:
         code = frame.f_code

@@ -49,19 +49,20 @@ class Loaders:
         return [loader for one in self._made if (loader := one()) is not None]
 
     def set_up(self, given: Any, training: bool, split: bool, site: str) -> EngineLoader:
-        """Return a loader of the Engine for one of the user. Collective."""
+        """Return the Engine's loader for a user's loader. Collective."""
         if isinstance(given, EngineLoader):
             raise ConfigError("engine.setup_dataloaders: this loader is set up already.")
         refuse_data(given, "engine.setup_dataloaders")
         engine, processes = self.engine, self.engine.strategy.processes
 
         def make(number: int) -> BatchLoader:
+            name, seed = (str(number), derive_seed(engine.seed, number)) if number else ("", engine.seed)
             return make_batch_loader(
                 given,
-                name=str(number) if number else "",
+                name=name,
                 rank=processes.reader,
                 world_size=processes.readers,
-                seed=derive_seed(engine.seed, number) if number else engine.seed,
+                seed=seed,
                 training=training,
                 seed_per_sample=engine.config.settings.seed_per_sample,
                 split=split,
@@ -69,13 +70,13 @@ class Loaders:
             )
 
         number = len(self.positions) + sum(one._position is None for one in self.alive())
-        loader = make(number)
+        made = EngineLoader(make, number, given, self, training, site)
+        loader = made._loader
         RunFacts(engine.strategy).agree_on_loaders([loader], loader if training else None)
         if loader.note is not None and processes.is_global_zero:
             log.info("%s", loader.note)
-        made = EngineLoader(loader, given, self, training, make, number, site)
-        self._made = [*(one for one in self._made if one() is not None), weakref.ref(made)]
-        if any(one.resumes and one.loader() is None and one.site == site for one in self.positions):
+        self._made = [*map(weakref.ref, self.alive()), weakref.ref(made)]
+        if any(one.waits_for_loader and one.site == site for one in self.positions):
             self.place()
         return made
 
@@ -88,9 +89,10 @@ class Loaders:
         new = [loader for loader in self.alive() if loader._position is None]
         for loader in new:
             alike = [one for one in self.positions if one.site == loader._site and one.is_free(new)]
-            kept = [one for one in self.positions if one.resumes and one.loader() is None]
+            kept = [one for one in self.positions if one.waits_for_loader]
             read = [one for one in kept if not one.site or one.training == loader._training]
-            position = next(iter([*alike, *(read if by_order else ())]), None) or Position(self)
+            found = [*alike, *read] if by_order else alike
+            position = found[0] if found else Position(self)
             if position not in self.positions:
                 self.positions.append(position)
                 if read and loader._training:
@@ -112,14 +114,14 @@ class Loaders:
         self.place(by_order=True)
 
     def report_left(self) -> None:
-        """Warn once if a program that loads a checkpoint of now may not go on exactly."""
+        """Warn once if a program that loads a checkpoint written now may not continue exactly."""
         left = next((one.left for one in self.positions if one.left and one.goes_on), 0)
         if left and not self._reported_left and self.engine.is_global_zero:
             self._reported_left = True
             log.warning(
                 "a loader's loop was left after %d batches before. A program that loads this continues inside the "
-                "epoch, where enumerate or islice begin again: count with the loader, if loader.batch == %d: break.",
-                *(left, left),
+                "epoch, where enumerate or islice begin again: count by loader.batch instead.",
+                left,
             )
 
 
@@ -129,7 +131,7 @@ class Position:
     def __init__(self, loaders: Loaders) -> None:
         self._loaders = loaders
         self.loader: Callable[[], EngineLoader | None] = _nothing
-        """A weak reference to the loader of now."""
+        """A weak reference to the current loader."""
         self.site, self.training = "", True
         """The place of the call in the program; the kind of its loaders."""
         self.epoch = self.batch = 0
@@ -151,9 +153,14 @@ class Position:
         """The engine's backwards then; the batch after which an epoch was left before its end, if one was."""
 
     def is_free(self, new: list[EngineLoader]) -> bool:
-        """Return True if one of these loaders may go on here; loaders for evaluation are often kept."""
+        """Return True if one of these loaders may continue here; loaders for evaluation are often kept."""
         loader = self.loader()
         return loader is None or (self.training and loader not in new and self.epoch > 0 and not self.goes_on)
+
+    @property
+    def waits_for_loader(self) -> bool:
+        """Whether this is a checkpoint's position whose loader is not set up yet."""
+        return self.resumes and self.loader() is None
 
     @property
     def goes_on(self) -> bool:
@@ -218,7 +225,7 @@ class Position:
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position."""
         loader, over = self.loader(), self._is_over
-        if loader is None and self.resumes and self._restored is not None:
+        if self.waits_for_loader and self._restored is not None:
             return self._restored[0]
         # An evaluation by `next` in a step of training is not continued by the step that follows.
         within = bool(self._within) and self._within == self._loaders.in_training()
@@ -260,16 +267,9 @@ class EngineLoader:
     """
 
     def __init__(
-        self,
-        loader: BatchLoader,
-        given: Any,
-        loaders: Loaders,
-        training: bool,
-        make: Callable[[int], BatchLoader],
-        number: int,
-        site: str,
+        self, make: Callable[[int], BatchLoader], number: int, given: Any, loaders: Loaders, training: bool, site: str
     ) -> None:
-        self._loader, self._given, self._loaders, self._training = loader, given, loaders, training
+        self._loader, self._given, self._loaders, self._training = make(number), given, loaders, training
         self._make, self._number, self._site = make, number, site
         self._engine = loaders.engine
         self._position: Position | None = None
@@ -371,7 +371,7 @@ class EngineLoader:
         self._placed.load_state_dict(state)
 
     def _state(self) -> dict[str, Any]:
-        """Return the part of the position that is the loader's own."""
+        """Return the loader's part of the position."""
         sizes = {"global_micro_batch": self._global_micro_batch, "began_with": self._began_with}
         return {**sizes, "state": self._loader.state_dict()}
 

@@ -26,7 +26,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Adapter(TrainModule):
-    """A user's module as strategies take it: each of its methods runs as a step."""
+    """The form of a user's module that strategies take: each of its methods runs as a step."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class EngineModule(nn.Module):
 
     def _train(self, *call: Any) -> Any:
         strategy = self._strategy
-        if self._evaluated and strategy.collective_forward:
+        if self._evaluated:
             strategy.release_gathered()
         self._evaluated = False
         with strategy.gradient_sync(last=True) if self._syncs and self._accumulates is None else NULL_CONTEXT:
@@ -168,15 +168,12 @@ class EngineModule(nn.Module):
         )
 
     def require_unchanged(self) -> None:
-        """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
+        """Raise ConfigError if a trained model's parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables
-        if tables is None:
-            return
         if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
             raise self._changed("parameters were frozen or unfrozen")
         if not tables.unchanged():
-            if self._strategy.collective_forward:
-                self._strategy.release_gathered()
+            self._strategy.release_gathered()
             if not tables.unchanged() and not tables.same_parameters():
                 raise self._changed(describe_changes(tables.changes()).replace(MODEL, ""))
 
@@ -188,11 +185,13 @@ class EngineModule(nn.Module):
 
 
 class EngineOptimizer(Optimizer):
-    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
+    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's optimizer."""
 
-    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any) -> None:
+    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Any, number: int) -> None:
         # Not super().__init__: groups and states belong to the given optimizer.
         self.optimizer, self.model, self._engine = optimizer, model, engine
+        self.number = number
+        """The place among the optimizers of the model."""
         self.stepping = False
         self.waits = False
         """True if gradients of a backward wait for a later step; a checkpoint has them."""
@@ -217,10 +216,7 @@ class EngineOptimizer(Optimizer):
 
     def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self.stepping:
-            raise ConfigError(
-                f"the step of torch's {type(optimizer).__name__} itself leaves out what precision and strategy do: "
-                "step the optimizer that engine.setup returned."
-            )
+            raise ConfigError(f"step the optimizer that engine.setup returned, not torch's {type(optimizer).__name__}.")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -249,17 +245,14 @@ class EngineOptimizer(Optimizer):
         return getattr(vars(self)["optimizer"], name)
 
     def __deepcopy__(self, memo: Any) -> Self:
-        raise ConfigError(
-            "copy.deepcopy of the optimizer that engine.setup returned would copy the engine, too: copy its state, "
-            "copy.deepcopy(optimizer.state_dict())."
-        )
+        raise ConfigError("copy.deepcopy of an optimizer that engine.setup returned: copy its state_dict() instead.")
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"
 
 
 def take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
-    """Give an optimizer the parameters that a strategy has put in place of those with these names.
+    """Give an optimizer the parameters that a strategy has put in place of the ones with these names.
 
     Raises:
         ConfigError: the optimizer has a state of parameters that were replaced.

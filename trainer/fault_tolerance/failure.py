@@ -54,7 +54,7 @@ def exit_in_time(what: str) -> Iterator[None]:
 
 
 def limit_exit() -> None:
-    """Limit the time that `leaving_process_group` may take; call it after an error of a run of several processes.
+    """Limit the time that `leaving_process_group` may take, after an error of a run of several processes.
 
     Destroying a process group of NCCL waits for its outstanding collectives, which after an error may never end.
     """
@@ -85,11 +85,12 @@ def _exit_unless(ended: threading.Event, seconds: float, what: str) -> None:
 
 
 def report_failure(store: Store | None, rank: int, world_size: int, error: BaseException) -> bool:
-    """Print to stderr why this process ends; call it first in the `except` block, then re-raise.
+    """Print to stderr why this process ends, and limit its exit; call it first in the `except` block, then re-raise.
 
     Runs no collective, and waits at most two seconds, for the cause of a lost connection. With one process it prints
-    nothing, since Python will. With several, the first one to fail prints its traceback under "rank 1 of 2 failed:",
-    the later ones one line. Python's own traceback of the same error is suppressed, so that each is printed once.
+    nothing, since Python will, and neither for KeyboardInterrupt or SystemExit. With several, the first one to fail
+    prints its traceback under "rank 1 of 2 failed:", the later ones one line. Python's own traceback of the same error
+    is suppressed, so that each is printed once.
 
     Args:
         store: shared by the processes of this run (`StopCoordinator.store`), or None.
@@ -101,6 +102,9 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
     """
     if world_size == 1:
         return True
+    limit_exit()
+    if not isinstance(error, Exception):
+        return False
     first = _register_first_failure(store, rank, _LOST_CONNECTION_GRACE_S if lost_connection(error) else 0.0)
     if first == str(rank):
         text = f"rank {rank} of {world_size} failed:\n{''.join(traceback.format_exception(error))}"

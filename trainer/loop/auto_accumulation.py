@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from itertools import islice
 
@@ -11,13 +10,12 @@ import torch
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.micro_batches import bytes_of, slice_samples
 from trainer.data.sharded_loader import ShardedDataLoader
-from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
 from trainer.loop.step import checked_loss
 from trainer.metrics.metric_log import MetricScope
 from trainer.model.copies import deepcopy_with_functions
-from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
+from trainer.model.memory_limit import is_out_of_memory, limited_memory, memory_of_trial, release_memory
 from trainer.module import TrainModule
 
 log = logging.getLogger("trainer")
@@ -93,7 +91,9 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
     data = slice_samples(batch.data, samples, 0, min(size, samples))
     parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     try:
-        with run.generators.isolated(), limited_memory(_limit(run)):
+        # On a CPU no allocation fails in time.
+        limit = memory_of_trial() if run.strategy.device.type == "cpu" else None
+        with run.generators.isolated(), limited_memory(limit):
             module = _copy_sharing_weights(run.module)
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
             for _ in range(2):
@@ -106,9 +106,7 @@ def _fits(run: Run, batch: Batch, size: int) -> bool:
         del error
         return False
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
 
 
 def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
@@ -127,9 +125,3 @@ def _copy_sharing_weights(module: TrainModule) -> TrainModule:
     copied = deepcopy_with_functions(module, shared)
     copied.attach(module.trainer)
     return copied
-
-
-def _limit(run: Run) -> int | None:
-    """Return the bytes that a trial may take on a CPU, where no allocation fails in time; None: no limit."""
-    free = free_memory() if run.strategy.device.type == "cpu" else None
-    return None if free is None else free * 9 // 10 // detect_environment().local_world_size

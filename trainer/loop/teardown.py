@@ -15,7 +15,7 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.process_group import SingleProcess
 from trainer.distributed.slurm import requeue
 from trainer.errors import INSTEAD_OF_PENALTIES, CheckpointError, ConfigError, TrainerError, explain_torch_error
-from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
+from trainer.fault_tolerance.failure import exit_in_time, report_failure
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
@@ -97,12 +97,8 @@ def end_with_error(run: Run, error: BaseException) -> None:
     processes, explained = run.strategy.processes, _explain(run, error)
     if explained is not None:
         explained.__cause__ = error  # which is reported with it
-    if isinstance(error, Exception):
-        report_failure(run.clock.coordinator.store, processes.rank, processes.world_size, explained or error)
-    several = processes.world_size > 1
-    if several:
-        limit_exit()
-    with exit_in_time("on_exception or teardown") if several else nullcontext():
+    report_failure(run.clock.coordinator.store, processes.rank, processes.world_size, explained or error)
+    with exit_in_time("on_exception or teardown") if processes.world_size > 1 else nullcontext():
         with log_secondary_errors("on_exception"):
             of_data = [run.datamodule.on_exception] if run.datamodule is not None else []
             call_all([run.hooks.on_exception, *of_data], error)

@@ -47,9 +47,7 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) and value.is_complex():
         raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
     if hasattr(value, "full_tensor"):
-        raise ConfigError(
-            f"self.log({name!r}) got a sharded {type(value).__name__}: log value.full_tensor(), on all processes."
-        )
+        raise ConfigError(f"self.log({name!r}) got a sharded tensor: log value.full_tensor(), on all processes.")
 
 
 def as_number(name: str, value: Any) -> float:
@@ -69,13 +67,11 @@ def as_number(name: str, value: Any) -> float:
 
 def checked_weight(name: str, weight: Any) -> Any:
     """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() == 1:
-            return weight.clone()  # it may change before it is read
-        raise ConfigError(
-            f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
-            "for example len(batch)."
-        )
-    if not isinstance(weight, (int, float)) or weight < 0:
-        raise ConfigError(f"self.log({name!r}): batch_size or weight is {weight!r}; give a number from 0.")
-    return weight
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight.clone()  # it may change before it is read
+    if isinstance(weight, (int, float)) and weight >= 0:
+        return weight
+    raise ConfigError(
+        f"self.log({name!r}): batch_size or weight is a {type(weight).__name__} that is not one number from 0. Give "
+        "len(batch), for example."
+    )

@@ -12,7 +12,7 @@ class LoggerFolder:
     """The folder into which a logger writes.
 
     Args:
-        files: a pattern of the names of its files.
+        files: a pattern for the names of the logger's files.
         save_dir: a folder; None: the run directory.
         name, version: folders in it; a number n is the version `version_n`.
         sub_dir: a folder below them.
@@ -65,12 +65,13 @@ class LoggerFolder:
     def folder(self, run_dir: Path | None) -> Path | None:
         """Return the folder of the files; None before a run that gives it."""
         place = self.given or run_dir
+        if place is None:
+            return None
         if self.name or self.version is not None or self.number is not None:
             version, root = self.version_in(run_dir), self.root_dir(run_dir)
-            place = (
-                None if root is None else Path(root, f"version_{version}" if isinstance(version, int) else str(version))
-            )
-        return None if place is None else place / (self.sub_dir or "")
+            assert root is not None
+            place = Path(root, f"version_{version}" if isinstance(version, int) else str(version))
+        return place / (self.sub_dir or "")
 
     def log_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder of the files as a text, as Lightning's loggers give it."""

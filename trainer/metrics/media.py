@@ -37,7 +37,7 @@ class Text:
     text: str
 
     def record(self) -> dict[str, Any]:
-        """Return what JSON holds of it."""
+        """Return the text as JSON holds it."""
         return {"text": self.text}
 
 
@@ -49,7 +49,7 @@ class Histogram:
     bins: int = 64
 
     def record(self) -> dict[str, Any]:
-        """Return what JSON holds of it: the counts and the edges of the bins."""
+        """Return the counts and the edges of the bins, as JSON holds them."""
         counts, edges = self.counts()
         return {"counts": counts, "edges": edges}
 
@@ -69,7 +69,7 @@ class Table:
     rows: list[list[Any]]
 
     def record(self) -> dict[str, Any]:
-        """Return what JSON holds of it."""
+        """Return the columns and rows, as JSON holds them."""
         return {"columns": self.columns, "data": self.rows}
 
     def markdown(self) -> str:
@@ -91,7 +91,7 @@ def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[st
     Args:
         images: one picture or a list of them. A tensor is (channels, height, width) or (height, width), or a batch of
             the former; an array is (height, width, channels) or (height, width), as in PIL. Floating
-            numbers are from 0 to 1, integers from 0 to 255. A PIL image, or the path of a file, is taken as it is.
+            numbers are from 0 to 1, integers from 0 to 255. A PIL image, or the path of a file, is used unchanged.
         caption: one for all pictures, or a list with one for each.
 
     Raises:
@@ -140,9 +140,8 @@ def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     of_numbers = array.dtype.kind in "biuf" and array.size
     if not of_numbers or array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
         raise ConfigError(
-            f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}: give a tensor of (channels, "
-            "height, width), an array of (height, width, channels), with 1, 3 or 4 channels, or either of (height, "
-            "width); or a picture of PIL, or a path."
+            f"log_image got a {type(given).__name__} of shape {tuple(np.shape(given))}. Give a tensor of (channels, "
+            "height, width), or an array of (height, width, channels), with 1, 3 or 4 channels."
         )
     if array.dtype == np.uint8:
         return array.copy()
@@ -164,7 +163,7 @@ def as_histogram(values: Any, bins: int) -> Histogram:
     array = array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32).reshape(-1)
     finite = array[np.isfinite(array)]
     if not finite.size:
-        raise ConfigError(f"log_histogram got {array.size} values, of which none is a finite number.")
+        raise ConfigError(f"log_histogram got {array.size} values, and none is a finite number.")
     return Histogram(finite, bins)
 
 
@@ -194,12 +193,12 @@ def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
     if dataframe is not None:
         columns, data = list(dataframe.columns), dataframe.values.tolist()
     rows = [[_plain(cell) for cell in row] for row in data]
-    names = [*map(str, range(len(rows[0]) if rows else 0) if columns is None else columns)]
+    if columns is None:
+        columns = range(max(map(len, rows), default=0))
+    names = [*map(str, columns)]
     for number, row in enumerate(rows):
         if len(row) != len(names):
-            raise ConfigError(
-                f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns: {', '.join(names)}."
-            )
+            raise ConfigError(f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns.")
     return Table(names, rows)
 
 
@@ -214,13 +213,10 @@ def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:
     """Return a copy in host memory, of a dtype that numpy has.
 
     Raises:
-        ConfigError: the tensor is sharded: this process has only a part of it.
+        ConfigError: the tensor is sharded, so this process has only a part of it.
     """
     if hasattr(tensor, "full_tensor"):
-        raise ConfigError(
-            f"{method} got a sharded tensor, of which this process holds a part. Gather it on all processes first: "
-            "with trainer.full_parameters(module): ..., or tensor.full_tensor()."
-        )
+        raise ConfigError(f"{method} got a sharded tensor: log tensor.full_tensor(), gathered on all processes.")
     copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
     return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
 

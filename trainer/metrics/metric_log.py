@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
-from typing import Any, Literal, NamedTuple, TypeGuard
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -42,6 +43,13 @@ class LogOptions(NamedTuple):
     def by_both(self) -> bool:
         """Whether the name has values by step and by epoch, which get suffixes."""
         return bool(self.on_step and self.on_epoch)
+
+    def full_name(self, name: str, suffix: Literal["step", "epoch"], loader: str = "") -> str:
+        """Return the name of a value: with a suffix where a name has both kinds; a loader's name stays last."""
+        if not self.by_both:
+            return name
+        end = f"/{loader}" if loader else ""
+        return f"{name.removesuffix(end)}_{suffix}{end}"
 
     def goes_to(self, place: Place) -> bool:
         """Return True if the value belongs to `place`."""
@@ -111,8 +119,8 @@ class ReducedMetrics:
         loader: str = "",
         past: bool = False,
     ) -> None:
-        """Add a value; `past`: it is of an earlier step than the last."""
-        full_name = with_suffix(name, suffix, loader) if options.by_both else name
+        """Add a value; `past`: it belongs to an earlier step than the last."""
+        full_name = options.full_name(name, suffix, loader)
         if full_name in self.results:
             other = name.removesuffix(f"_{suffix}")
             raise ConfigError(
@@ -198,9 +206,9 @@ class MetricLog:
         self._weight: Number | None = None
         """Weight of a mean over the batch in progress; None: not known yet."""
         self._counted: Any = None
-        """The batch in progress as the loader gave it, of which the loss counts the items, too."""
+        """The batch in progress as the loader gave it; the loss counts the items of the same batch."""
         self._held: list[tuple[Accumulator, Number, Number]] | None = None
-        """The values of this window for the epoch, which do not count yet; None: they count at once."""
+        """The window's values for the epoch, which do not count yet; None: they count at once."""
         self._replaced: list[tuple[Entry, int, list[tuple[Number, Number]]]] = []
         """The values by step that this window has replaced, to be restored if it does not count."""
         self.disabled_reason: str | None = None
@@ -228,7 +236,7 @@ class MetricLog:
         return self.evaluation_hooks
 
     def start_window(self, batch: Any, samples: int | None, repeated: bool = False) -> None:
-        """Begin a step with its first batch, so that values logged before are of an earlier step; see `start_batch`.
+        """Begin a step with its first batch: values logged before belong to an earlier step. See `start_batch`.
 
         Args:
             repeated: the same step begins again: its optimizer evaluates the loss several times.
@@ -241,7 +249,7 @@ class MetricLog:
             self._weight, self._counted = None, batch
 
     def unflushed_entry(self, name: str, options: LogOptions) -> Entry:
-        """Return the entry for values of a checkpoint: of a step before the next one, and not yet in the loggers."""
+        """Return the entry for a checkpoint's values of the step before, which the loggers have not received."""
         entry = self.train.entries.setdefault(name, Entry(name, options))
         entry.window, self.window = 0, 1
         return entry
@@ -263,10 +271,12 @@ class MetricLog:
         """Count the values that wait, or drop them."""
         held, self._held = self._held or [], None
         replaced, self._replaced = self._replaced, []
-        for accumulator, value, weight in held if keep else ():
-            accumulator.add(value, weight)
-        for entry, window, values in () if keep else replaced:
-            entry.window, entry.window_values = window, values
+        if keep:
+            for accumulator, value, weight in held:
+                accumulator.add(value, weight)
+        else:
+            for entry, window, values in replaced:
+                entry.window, entry.window_values = window, values
 
     def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
         """Keep a loss until values are next read, to report one that is not finite. Reads nothing from a device.
@@ -317,10 +327,9 @@ class MetricLog:
     def _read(self, values: list[Number]) -> list[float]:
         """Return values as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
         losses = [loss for _, loss, _ in self._losses]
-        scale = None if self.scaler is None else self.scaler._scale
-        scales = [] if scale is None else [scale]
-        total, *read = to_host([total_of(losses), *scales, *filter(is_tensor, values)])
-        self.loss_scale = read.pop(0) if scales else None
+        scale = getattr(self.scaler, "_scale", None)  # None before the first step
+        total, *read = to_host([total_of(losses), *filter(torch.is_tensor, [scale, *values])])
+        self.loss_scale = None if scale is None else read.pop(0)
         if not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
                 if not math.isfinite(loss):
@@ -381,7 +390,7 @@ class MetricLog:
             self.log(name, *value_and_options)
 
     def _new_entry(self, scope: MetricScope, name: str, key: str, value: Any, options: LogOptions) -> Entry:
-        """Return the entry of a name that is logged for the first time; the options of this call are kept."""
+        """Return the entry of a name that is logged for the first time; later calls keep the options of this one."""
         check_name(name, self.disabled_reason)
         check_value(name, value)
         options = options._replace(reduction=reduction_named(options.reduction), logger=options.logger is not False)
@@ -396,8 +405,8 @@ class MetricLog:
             raise ConfigError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
         if on_step and not on_epoch and not scope.steps:
             warnings.warn(
-                f"self.log({name!r}, on_step=True): the steps are those of training, so that in an evaluation or an "
-                "epoch's hook the mean is logged instead.",
+                f"self.log({name!r}, on_step=True): an evaluation and the hooks of an epoch have no steps. The mean is "
+                "logged instead.",
                 stacklevel=5,
             )
             on_step, on_epoch = False, True
@@ -424,8 +433,7 @@ class MetricLog:
         if value is None:
             raise ConfigError(
                 f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
-                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only. "
-                "A wrapper of torchmetrics that keeps no such value: log what the call returns."
+                f"self.{entry.options.metric}(preds, target), instead of update(), or log the result of the call."
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
@@ -445,8 +453,7 @@ class MetricLog:
 
     def _number_of_samples(self) -> int:
         if self.samples is None:
-            sizes: dict[int, None] = {}
-            add_sizes(self.batch, sizes)
+            sizes = first_dimensions(self.batch)
             self.samples = next(iter(sizes), 1)
             if len(sizes) != 1:
                 _warn_of_sizes(sizes)
@@ -480,20 +487,22 @@ class MetricLog:
         return values
 
     def latest(self, of: Place = "all") -> dict[str, Number]:
-        """Return the latest values of this process, without reading them.
+        """Return the latest values of this process that training logged by step, without reading them.
 
-        Those logged by step in training; in the hooks at the end of an epoch or an evaluation also those logged there.
+        In the hooks at the end of an epoch or an evaluation, also the values logged there.
         """
-        by_step = [e for e in self.train.entries.values() if e.window > e.superseded and e.window_values]
-        found: list[tuple[Entry, str, Number | None]] = [(e, "step", e.window_values[-1][0]) for e in by_step]
+        found: list[tuple[Entry, Literal["step", "epoch"], Number | None]] = [
+            (e, "step", e.window_values[-1][0])
+            for e in self.train.entries.values()
+            if e.window > e.superseded and e.window_values
+        ]
         found += [(e, "epoch", e.epoch.local_value()) for e in self.included.values()]
         values: dict[str, Number] = {}
         for entry, kind, value in found:
-            if value is None or not entry.options.goes_to(of):
-                continue
-            values[with_suffix(entry.name, kind) if entry.options.by_both else entry.name] = value
-            if of == "all":
-                values[entry.name] = value
+            if value is not None and entry.options.goes_to(of):
+                values[entry.options.full_name(entry.name, kind)] = value
+                if of == "all":
+                    values[entry.name] = value
         return values
 
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
@@ -591,12 +600,6 @@ class MetricLog:
         self._lists.fill(self.module)
 
 
-def with_suffix(name: str, suffix: str, loader: str = "") -> str:
-    """Return the name of a value by step or epoch, where a name is logged by both; a loader's name stays last."""
-    end = f"/{loader}" if loader else ""
-    return f"{name.removesuffix(end)}_{suffix}{end}"
-
-
 def _common_options(name: Any, of_ranks: list[LogOptions]) -> LogOptions:
     """Return the options of the last rank; raise a ConfigError if the ranks reduce a name differently."""
     kinds = {(one.reduction, one.metric): None for one in of_ranks}
@@ -609,9 +612,9 @@ def _common_options(name: Any, of_ranks: list[LogOptions]) -> LogOptions:
     return of_ranks[-1]
 
 
-def _warn_of_sizes(sizes: Collection[int]) -> None:
+def _warn_of_sizes(sizes: list[int]) -> None:
     warnings.warn(
-        f"the first dimensions of a batch's tensors are {[*sizes]}: the first, or else 1, is taken for the number of "
+        f"the first dimensions of a batch's tensors are {sizes}: the first, or else 1, is taken for the number of "
         "samples, by which means over the epoch are weighted. Pass batch_size=... to self.log.",
         stacklevel=6,
     )
@@ -631,19 +634,17 @@ def _scalar(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(())
 
 
-def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
-
-
-def add_sizes(batch: Any, sizes: dict[int, None]) -> None:
-    """Add the first dimension of each tensor in `batch` (nested dicts, lists, tuples, dataclasses) to `sizes`."""
+def first_dimensions(batch: Any) -> list[int]:
+    """Return the different first dimensions of the tensors in `batch` (nested dicts, lists, tuples, dataclasses)."""
     if isinstance(batch, torch.Tensor):
-        if batch.dim():
-            sizes[batch.shape[0]] = None
-    elif isinstance(batch, Mapping):
-        add_sizes([*batch.values()], sizes)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        add_sizes([getattr(batch, one.name) for one in fields(batch)], sizes)
+        return list(batch.shape[:1])
+    parts: Iterable[Any]
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif is_dataclass(batch):
+        parts = [getattr(batch, one.name, None) for one in fields(batch)]
     elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            add_sizes(item, sizes)
+        parts = batch
+    else:
+        return []
+    return [*dict.fromkeys(chain.from_iterable(map(first_dimensions, parts)))]

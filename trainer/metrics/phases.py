@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -70,12 +70,7 @@ def _each_wait(phase: Phase, name: str, items: Iterator[Item]) -> Iterator[Item]
         yield item
 
 
-class _SilentPhase:
-    def __enter__(self) -> None: ...
-    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
-
-
-_SILENT = _SilentPhase()
+_SILENT = nullcontext()
 
 
 class _AnnouncedPhase:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import TypeVar
 
 import torch
 
 from trainer.distributed.tpu import xla_scalar
 
 Number = float | torch.Tensor
+Part = TypeVar("Part", float, torch.Tensor)
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -79,7 +81,7 @@ class Accumulator:
         elif isinstance(value, torch.Tensor):
             self.on_device = _combined(self.on_device, to_float64(value), self.reduction)
         else:
-            self.on_host = value if self.on_host is None else COMBINE_HOST[self.reduction](self.on_host, value)
+            self.on_host = _merged(self.on_host, value, COMBINE_HOST[self.reduction])
 
     def _add_weighted(self, value: Number, weight: Number) -> None:
         if isinstance(weight, torch.Tensor):
@@ -126,14 +128,10 @@ class Accumulator:
         """Add the accumulator of another process for the same name."""
         self.flush()
         other.flush()
-        if other.on_host is not None:
-            on_host = self.on_host
-            self.on_host = other.on_host if on_host is None else COMBINE_HOST[self.reduction](on_host, other.on_host)
-        if other.on_device is not None:
-            self.on_device = _combined(self.on_device, other.on_device, self.reduction)
+        self.on_host = _merged(self.on_host, other.on_host, COMBINE_HOST[self.reduction])
+        self.on_device = _merged(self.on_device, other.on_device, _COMBINE[self.reduction])
         self.weight_on_host += other.weight_on_host
-        if other.weight_on_device is not None:
-            self.weight_on_device = _combined(self.weight_on_device, other.weight_on_device, "mean")
+        self.weight_on_device = _merged(self.weight_on_device, other.weight_on_device, torch.add)
 
     def local_value(self) -> Number | None:
         """Return the reduction so far, without reading the device; None without a value."""
@@ -155,10 +153,8 @@ class Accumulator:
 
     def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
         """Return (reduced value so far, weight so far), given the numbers of `tensors()`."""
-        value = self.on_host
-        if self.on_device is not None:
-            from_device = next(read)
-            value = from_device if value is None else COMBINE_HOST[self.reduction](value, from_device)
+        from_device = next(read) if self.on_device is not None else None
+        value = _merged(self.on_host, from_device, COMBINE_HOST[self.reduction])
         weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
         for pending_weight in self.pending.weights:
             value = (0.0 if value is None else value) + next(read) * pending_weight
@@ -169,6 +165,13 @@ def _combined(before: torch.Tensor | None, value: torch.Tensor, reduction: str) 
     """Return the reduction so far with one more value; the weighted values of a mean are added up."""
     before = identity_element(value, reduction) if before is None else before
     return value if before is None else _COMBINE[reduction](before, value)
+
+
+def _merged(one: Part | None, other: Part | None, combine: Callable[[Part, Part], Part]) -> Part | None:
+    """Return the reduction of two parts, either of which may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return combine(one, other)
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from trainer.errors import CheckpointError
 from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope
 from trainer.metrics.reductions import Accumulator
-from trainer.metrics.torchmetrics_lists import is_torchmetric
+from trainer.metrics.torchmetrics_lists import metrics_in
 
 log = logging.getLogger("trainer")
 
@@ -23,7 +23,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
     Lists of tensors in torchmetrics objects are not copied.
     """
     ended = set(map(id, metrics.computed))
-    objects = {name: _object_state(metric) for name, metric in _objects(metrics.module) if id(metric) not in ended}
+    objects = {name: _object_state(metric) for name, metric in metrics_in(metrics.module) if id(metric) not in ended}
     return {
         "train": _scope_state(metrics.train),
         "steps": _unflushed(metrics.train),
@@ -37,12 +37,12 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
     """Restore the merged `states`, each returned by `metrics_state` of one process.
 
-    `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
+    `states` has one item if the checkpoint has as many processes, else any number. A torchmetrics object
     that cannot be merged is reset, with a warning.
     """
     for name, tracker in _trackers(metrics.module):
         _set_steps(tracker, max((state.get("trackers", {}).get(name, 0) for state in states), default=0))
-    objects = dict(_objects(metrics.module))
+    objects = dict(metrics_in(metrics.module))
     metrics.train.entries.clear()
     metrics.hook_metrics.entries.clear()
     for state in states:
@@ -90,7 +90,7 @@ def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
 def kept_torchmetrics(metrics: MetricLog) -> Callable[[], None]:
     """Return a function that restores the state that torchmetrics objects have now."""
     steps = [(tracker, tracker.n_steps) for _, tracker in _trackers(metrics.module)]
-    before = [(metric, _object_state(metric)) for _, metric in _objects(metrics.module)]
+    before = [(metric, _object_state(metric)) for _, metric in metrics_in(metrics.module)]
     for _, saved in before:
         if saved is not None:
             saved["state"] = {k: v.clone() if isinstance(v, torch.Tensor) else [*v] for k, v in saved["state"].items()}
@@ -115,7 +115,7 @@ def _object_state(metric: Any) -> dict[str, Any] | None:
 
 
 _BESIDE = {"MinMaxMetric": ("min_val", "max_val"), "Running": ("_num_vals_seen",)}
-"""Attributes of torchmetrics' wrappers that count, and are none of their states."""
+"""Attributes of torchmetrics' wrappers that count, although they are not states."""
 
 
 def _beside(metric: Any) -> dict[str, Any]:
@@ -157,10 +157,8 @@ def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.devi
     """Restore what `_unflushed` returned, as values of a step before the next one."""
     for name, saved in state.items():
         entry = metrics.unflushed_entry(name, LogOptions(**saved["options"]))
-        for pair in saved["values"]:
-            if len(pair) != 2:
-                raise _damaged()
-            entry.window_values.append((_number(pair[0], device), _number(pair[1], device)))
+        for value, weight in saved["values"]:
+            entry.window_values.append((_number(value, device), _number(weight, device)))
 
 
 def _number(value: Any, device: torch.device) -> Any:
@@ -200,20 +198,10 @@ def _add_to_scope(scope: MetricScope, state: dict[str, Any], device: torch.devic
             entry.epoch = accumulator
 
 
-def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the torchmetrics objects among the submodules, with their names."""
-    for name, submodule in module.named_modules():
-        if is_torchmetric(submodule):
-            yield name, submodule
-        elif type(submodule).__name__ == "MetricCollection":
-            # Metrics that share a state are updated when they are read; before, only one of them is up to date.
-            list(submodule.values(copy_state=False))
-
-
-def _trackers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield torchmetrics' MetricTrackers, which make a submodule for each step, with their names."""
-    named = list(module.named_modules())
-    yield from ((name, one) for name, one in named if type(one).__name__ == "MetricTracker" and hasattr(one, "n_steps"))
+def _trackers(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return torchmetrics' MetricTrackers, which make a submodule for each step, with their names."""
+    named = module.named_modules()
+    return [(name, one) for name, one in named if type(one).__name__ == "MetricTracker" and hasattr(one, "n_steps")]
 
 
 def _set_steps(tracker: Any, number: int) -> None:
@@ -225,11 +213,11 @@ def _set_steps(tracker: Any, number: int) -> None:
 
 def updates_of(metrics: MetricLog) -> dict[str, int]:
     """Return how often each torchmetrics object was updated since its last reset."""
-    return {name: metric.update_count for name, metric in _objects(metrics.module)}
+    return {name: metric.update_count for name, metric in metrics_in(metrics.module)}
 
 
 _OF_THE_RUN = ("MaxMetric", "MinMetric", "MinMaxMetric", "Running", "RunningMean", "RunningSum")
-"""Objects of torchmetrics that are meant to go on from one validation to the next."""
+"""Objects of torchmetrics that are meant to continue from one validation to the next."""
 
 
 def never_reset(metrics: MetricLog, before: dict[str, int]) -> str:
@@ -240,7 +228,7 @@ def never_reset(metrics: MetricLog, before: dict[str, int]) -> str:
     """
     found = [
         f"{name} ({type(metric).__name__})"
-        for name, metric in _objects(metrics.module)
+        for name, metric in metrics_in(metrics.module)
         if metric._computed is not None and 0 < before.get(name, 0) < metric.update_count
         if type(metric).__name__ not in _OF_THE_RUN
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,16 @@ def is_torchmetric(value: Any) -> bool:
     """Return True for a `torchmetrics.Metric`, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def metrics_in(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the torchmetrics objects in a module, which may be one, with their names."""
+    for name, submodule in module.named_modules():
+        if is_torchmetric(submodule):
+            yield name, submodule
+        elif type(submodule).__name__ == "MetricCollection":
+            # Metrics that share a state are updated when they are read; before, only one of them is up to date.
+            list(submodule.values(copy_state=False))
 
 
 class ListStates:
@@ -37,14 +47,9 @@ class ListStates:
 
         Metrics whose entries cannot be gathered raise a ConfigError when they are computed.
         """
-        for collection in root.modules():
-            if type(collection).__name__ == "MetricCollection":
-                # Metrics that share a state get it when they are read.
-                list(collection.values(copy_state=False))  # type: ignore[operator]
         own = {
             f"{path}.{key}": (metric, key)
-            for path, metric in root.named_modules()
-            if is_torchmetric(metric)
+            for path, metric in metrics_in(root)
             for key in metric._reductions
             if isinstance(getattr(metric, key), list)
         }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from trainer.distributed.environment import detect_environment
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad allocation")
 
@@ -38,6 +41,20 @@ def free_memory() -> int | None:
     except (OSError, ValueError):
         pass
     return min(found, default=None)
+
+
+def memory_of_trial() -> int | None:
+    """Return the bytes of host memory that a trial may take on each process: nine tenths of all that is free, split
+    among the processes; None: unknown."""
+    free = free_memory()
+    return None if free is None else free * 9 // 10 // detect_environment().local_world_size
+
+
+def release_memory() -> None:
+    """Free the memory that a trial has left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.model.compile import compilations
-from trainer.model.memory_limit import is_out_of_memory, limited_memory
+from trainer.model.memory_limit import is_out_of_memory, limited_memory, release_memory
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -33,7 +32,7 @@ class BatchSizes:
     throughput: dict[int, float] = field(default_factory=dict)
     """Samples per second of each size that fits, in growing order."""
     too_large: list[int] = field(default_factory=list)
-    """Sizes for which the memory did not suffice."""
+    """Sizes that did not fit into the memory."""
     chosen: int | None = None
     """The largest size that fits, less the margin of a search; None: no size fits."""
 
@@ -53,7 +52,7 @@ class BatchSizes:
 
 
 class Stopwatch(Callback):
-    """Measures the time of the steps but for the first, which also allocates, and those that compile."""
+    """Measures the time of the steps, except for the first, which also allocates, and steps that compile."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -74,7 +73,7 @@ class Stopwatch(Callback):
         self._at, self._counted, self._compilations = now, trainer.progress.samples, compiled
 
     def samples_per_second(self, size: int) -> float:
-        """Return the samples per second of a trial with batches of `size`; not a number: each step has compiled.
+        """Return the samples per second of a trial with batches of `size`; NaN if each step has compiled.
 
         Raises:
             NoSuchBatchError: there were no batches of that size.
@@ -85,10 +84,10 @@ class Stopwatch(Callback):
 
 
 class AgreedStopwatch(Stopwatch):
-    """A stopwatch on several processes, of a trial with accumulate_grad_batches="auto", which splits what does not fit.
+    """A stopwatch on several processes, for a trial with accumulate_grad_batches="auto", which splits large batches.
 
-    Each process has tried its batch alone, and all have agreed, when the first hook of the training is called; so
-    no process runs out of memory while the others wait for its gradients.
+    Before the first hook of the training, each process has tried its batch alone, and all have agreed. So no process
+    runs out of memory while the others wait for its gradients.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -129,7 +128,7 @@ class AgreedStopwatch(Stopwatch):
 
 
 class NoSuchBatchError(Exception):
-    """Raised by a trial whose batches are smaller than asked for: there are no more samples."""
+    """Raised by a trial whose batches are smaller than requested, because there are no more samples."""
 
 
 def search(
@@ -166,13 +165,6 @@ def search(
     if fits:
         found.chosen = max(1, int(fits * (1 - margin))) if mode == "binsearch" and found.too_large else fits
     return found
-
-
-def release_memory() -> None:
-    """Free what a failed trial has left behind."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def check_search(

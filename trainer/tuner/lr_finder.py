@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 FACTOR = math.sqrt(10)
 """From one constant rate to the next."""
 SURE = 3.0
-"""Standard errors that a fall of the loss has to exceed, so that it is not an accident."""
+"""Standard errors that a fall of the loss has to exceed, so that it is not chance."""
 MARGIN = 2.0
-"""Standard errors that comparisons subtract from a fall, because a rate has to be stable, too."""
+"""Standard errors that comparisons subtract from a fall, because a rate should also be stable."""
 ALMOST = 0.75
-"""The part of the largest fall that a lower rate has to reach, which will reach all of it in a longer training."""
+"""The part of the largest fall that a lower rate has to reach: a longer training will reach all of it."""
 ROUNDING = 1e-5
-"""The part of the loss below which a fall may be an effect of rounding."""
+"""The part of the loss up to which a fall may be an effect of rounding."""
 LEAST_STEPS = 20
 """Steps of a training with a constant rate, at least."""
 MOST_RATES = 8
@@ -41,7 +41,7 @@ Attempt = Callable[["Rates"], Losses]
 
 
 class Fall(NamedTuple):
-    """The difference between the losses of a training and of its first weights, on the same batches."""
+    """The difference between the losses of the first weights and of a training, on the same batches."""
 
     mean: float
     error: float
@@ -56,10 +56,10 @@ class Fall(NamedTuple):
 class LRFinder:
     """The curve of a range test, and the learning rate that was found.
 
-    The loss of each step is compared with that of the weights at the start on the same batch: the difference does not
-    depend on which batches are drawn. The range test, with a rate that grows from step to step, finds the rate at which
-    the loss is lowest. Trainings with constant rates, from there on up and down, show which ones last: suggested is the
-    middle (of the logarithms) between the rate with the largest sure fall and the lowest that falls almost as far.
+    The loss of each step is compared with the loss of the first weights on the same batch, so that the difference does
+    not depend on the batches. The range test, whose rate grows from step to step, finds the rate with the lowest loss.
+    Trainings with constant rates above and below it show which rates last. The suggestion is the geometric mean of the
+    rate with the largest sure fall and the lowest rate that falls almost as far.
 
     Args:
         mode: the learning rates grow by a factor ("exponential") or by an amount ("linear").
@@ -70,9 +70,9 @@ class LRFinder:
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
-        """The learning rates, and the smoothed losses after them, without the differences between batches."""
+        """The learning rates, and their smoothed losses, without the differences between batches."""
         self.falls: dict[float, Fall] = {}
-        """By constant learning rates: how much the loss falls."""
+        """The fall of the loss at each constant learning rate."""
         self.stopped = ""
         """The reason why there is no suggestion, or why a better one may be outside of the range; else ""."""
         self._found: float | None = None
@@ -100,7 +100,7 @@ class LRFinder:
         Args:
             attempt: trains with `Rates`, and returns their losses.
             early_stop_threshold: end the range test when the smoothed loss is so many times the lowest; None: do not.
-                A loss that is negative has to rise from its lowest by as much as one of that size.
+                A negative loss has to rise by as much as a positive loss of the same size.
         """
         steps = self.num_training
         start = attempt(Rates([0.0] * steps))
@@ -209,12 +209,12 @@ class LRFinder:
 
 
 def differences(losses: Losses, start: Losses) -> list[float]:
-    """Return how much higher each loss is than that at the start, of steps with both."""
+    """Return the rise of each loss from the loss at the start, for steps that have both."""
     return [one - other for one, other in zip(losses, start, strict=False) if one is not None and other is not None]
 
 
 def smoothed(changes: Sequence[float]) -> list[float]:
-    """Return the median of each change and those before it; without those that are not finite."""
+    """Return the median of each change and the changes before it; changes that are not finite are left out."""
     finite = [change for change in changes if math.isfinite(change)]
     width = max(3, len(changes) // 20)
     return [median(finite[max(0, last - width) : last + 1]) for last in range(len(finite))]
@@ -225,7 +225,7 @@ class Rates(Callback):
 
     Args:
         rates: of the steps.
-        ends: called with the losses so far after each step; True ends the training, as a loss that is not finite does.
+        ends: called with the losses so far after each step; True, or a loss that is not finite, ends the training.
     """
 
     def __init__(self, rates: list[float], ends: Callable[[Losses], bool] | None = None) -> None:

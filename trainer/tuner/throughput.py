@@ -9,8 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, TrainerError
-from trainer.model.memory_limit import is_out_of_memory
-from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
+from trainer.model.memory_limit import is_out_of_memory, release_memory
+from trainer.tuner.batch_size import LEAST_GROWTH
 from trainer.tuner.trial import loader_like
 
 if TYPE_CHECKING:
@@ -97,8 +97,11 @@ def search_settings(attempt: Callable[[Setting], float], settings: Iterator[Sett
 
 def together(settings: list[Setting]) -> Setting:
     """Return one setting in place of several."""
-    arguments = {name: value for setting in settings for name, value in setting.arguments.items()}
-    loader = {name: value for setting in settings for name, value in setting.loader.items()}
+    arguments: dict[str, Any] = {}
+    loader: dict[str, Any] = {}
+    for setting in settings:
+        arguments |= setting.arguments
+        loader |= setting.loader
     name = " + ".join(setting.name for setting in settings)
     return Setting(name, arguments, loader, any(setting.fused for setting in settings))
 
@@ -142,7 +145,7 @@ def with_options(loader: Any, changes: dict[str, Any]) -> Any:
 
 
 def fused(optimizers: Any) -> Any:
-    """Set `fused` in those optimizers of torch that have a fused step.
+    """Set `fused` in the optimizers of torch that have a fused step.
 
     Raises:
         ConfigError: no optimizer has a fused step, or one is fused already.

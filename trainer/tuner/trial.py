@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def run_trial(
     callback: Callback,
     max_steps: int,
     prepare: Callable[[TrainModule, DataModule | None], None] | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> None:
     """Train a copy of the module for some steps, with a trainer's settings, without callbacks, loggers and schedulers.
 
@@ -65,7 +66,7 @@ def run_trial(
     Raises:
         ConfigError: the module or the data cannot be copied.
     """
-    # A copy shares generators with the original, in its class, at module level, and in a closure.
+    # A copy shares the generators in the class, at module level and in closures with the original.
     owners = parts_of({"module": module}, {}) | ({} if datamodule is None else {"data module": datamodule})
     isolated = isolated_with(owners, (), torch.device("cpu"))
     with isolated, ExitStack() as cleanup, _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -93,7 +94,7 @@ def run_trial(
         if own["seed"] is None:  # a new one for each trial would have each draw other samples
             own["seed"] = global_seed() or 0
         given = {"callbacks": [callback], "max_steps": max_steps, "default_root_dir": folder, "strategy": strategy}
-        Trainer(**{**own, **WITHOUT, **given, **(arguments or {})}).fit(module, loader, datamodule=datamodule)
+        Trainer(**{**own, **WITHOUT, **given, **arguments}).fit(module, loader, datamodule=datamodule)
 
 
 def _leave_out_schedulers(module: TrainModule) -> None:
@@ -108,7 +109,7 @@ def _leave_out_schedulers(module: TrainModule) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what each start of a training logs."""
+    """Hide the messages at the start of each training."""
     log = logging.getLogger("trainer")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -129,7 +130,7 @@ def loader_like(loader: Any, **changes: Any) -> Any:
     """
     from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-    plain = type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None))
+    plain = type(getattr(loader, "batch_sampler", None)) in (BatchSampler, NoneType)
     if type(loader) is not DataLoader or ("batch_size" in changes and not plain):
         raise ConfigError(
             f"the loader is a {type(loader).__name__}, or has its own batch sampler: give a plain DataLoader, or use "

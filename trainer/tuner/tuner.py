@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
-from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean
 from trainer.loop.setup import start_processes
-from trainer.model.memory_limit import free_memory, limited_memory
+from trainer.model.memory_limit import limited_memory, memory_of_trial
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuner.batch_size import AgreedStopwatch, BatchSizes, Stopwatch, check_search, check_several, search
@@ -32,8 +31,6 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        if not isinstance(trainer, Trainer):
-            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
         self._trainer = trainer
         self.batch_sizes: BatchSizes | None = None
         """Sizes that the last `scale_batch_size` has tried, with their samples per second."""
@@ -81,7 +78,7 @@ class Tuner:
             close = did_you_mean(attr_name, [*vars(model), *model.hparams])
             raise ConfigError(f"lr_find({attr_name=}): neither {type(model).__name__} nor its hparams has it.{close}")
         if not model.automatic_optimization:
-            raise ConfigError("lr_find sets learning rates of automatic optimization, which this module has not.")
+            raise ConfigError("lr_find needs automatic optimization, and this module optimizes by hand.")
         finder = LRFinder(mode, min_lr, max_lr, num_training)
 
         def attempt(rates: Rates) -> Losses:
@@ -150,7 +147,9 @@ class Tuner:
                 "Set it in __init__ and use it in train_dataloader, or give a DataLoader as train_dataloaders."
             )
         most = min(max_val, _samples(train_dataloaders, trainer.config.num_processes) or max_val)
-        limit = _limit(memory_limit) if trainer.config.device_type == "cpu" else None
+        limit = None
+        if trainer.config.device_type == "cpu":
+            limit = memory_of_trial() if memory_limit is None else memory_limit
 
         def attempt(size: int) -> float:
             watch = AgreedStopwatch(limit) if several else Stopwatch()
@@ -158,9 +157,9 @@ class Tuner:
             if loader is not None:
                 loader = loader_like(loader, batch_size=size, drop_last=True)
             attribute.set(size)
-            given = {"accumulate_grad_batches": "auto"} if several else {}
+            given: dict[str, Any] = {"accumulate_grad_batches": "auto"} if several else {}
             with limited_memory(None if several else limit):
-                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, arguments=given)
+                run_trial(trainer.settings, model, loader, datamodule, watch, steps_per_trial, **given)
             return watch.samples_per_second(size)
 
         with attribute.restored():
@@ -190,34 +189,25 @@ class Tuner:
             steps_per_trial: steps of each trial; the first is not measured.
 
         Raises:
-            ConfigError: an argument has a wrong value, or the present settings do not train.
+            ConfigError: the present settings do not train, or all steps but the first compile.
         """
-        if type(steps_per_trial) is not int or steps_per_trial < 2:
-            raise ConfigError(f"throughput({steps_per_trial=}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
         def attempt(tried: Setting) -> float:
             watch, loader = Stopwatch(), train_dataloaders
             if loader is not None and tried.loader:
                 loader = with_options(loader, tried.loader)
-            prepare, given = partial(apply, tried), tried.arguments
-            run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
+            prepare = partial(apply, tried)
+            run_trial(settings, model, loader, datamodule, watch, steps_per_trial, prepare, **tried.arguments)
             if not watch.seconds:
-                raise ConfigError("no step is left without compilation: give more steps_per_trial (--steps)")
+                raise ConfigError("no step is left to measure without compilation: give more steps_per_trial (--steps)")
             return watch.samples / watch.seconds
 
         return search_settings(attempt, settings_to_try(settings, config.device_type), config.num_processes == 1)
 
 
-def _limit(given: int | None) -> int | None:
-    """Return the bytes of host memory that a trial may take on each process; None: unknown."""
-    free = free_memory() if given is None else None
-    return given if free is None else free * 9 // 10 // detect_environment().local_world_size
-
-
 class _Attribute:
-    """The attribute that was searched for: the first of the names that the module, the data module, or their hparams
-    have."""
+    """The attribute to set: the first of the names that the module, the data module or their hparams have."""
 
     def __init__(self, model: TrainModule, datamodule: DataModule | None, names: Sequence[str]) -> None:
         users: list[Any] = [model] if datamodule is None else [model, datamodule]
@@ -231,7 +221,7 @@ class _Attribute:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the places the values back at the end of the block."""
+        """Restore the values at the end of the block."""
         before = [(place, getattr(place, self.name)) for place in self.places]
         try:
             yield
