@@ -190,7 +190,7 @@ def test_where_the_program_begins_otherwise_its_value_is_kept_and_said(
     fit(tmp_path, plan, True, stop=4)
     later = fit(tmp_path, plan, True, scale=5.0)
     assert (later.module.scale, later.module.drop.p) == (10.0, 0.5)
-    assert "the program's are kept: scale" in caplog.text
+    assert "the program's values are kept: scale" in caplog.text
 
 
 def test_an_evaluation_of_a_checkpoint_has_the_values(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from trainer.checkpoint.shards import Loadable, Shard, materialize, read_slice
 from trainer.guards.trainable_parameters import optimized_parameters
 from trainer.optimizers import with_modes
 from trainer.runs.compare_ranks import compare
-from trainer.state.no_trace import own_part
 from trainer.strategy import Strategy
 
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -414,6 +413,12 @@ def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     """Return a sum that does not depend on the order of additions, as a sum of floats would."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
     return value.contiguous().view(integers[value.element_size()]).sum(dtype=torch.int64)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, or of this process's part of a sharded tensor."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _local(entry: TensorOrShard) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from trainer.data.loader import Batch, BatchLoader
 from trainer.fault_tolerance.stop import exit_code
 from trainer.precision import is_quantized
-from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states, own_part
+from trainer.state.averaged_weights import own_part
+from trainer.state.no_trace import Restore, Uncopied, is_dense, keep_buffers, keep_states
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run

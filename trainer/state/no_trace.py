@@ -146,12 +146,6 @@ def _may_have_a_state(value: Any) -> bool:
     return True
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor, or of this process's part of a sharded tensor."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def is_dense(value: torch.Tensor) -> bool:
     """Whether training may write to each value of a tensor."""
     if is_lazy(value) or value.is_nested or value.layout is not torch.strided or value.is_inference():

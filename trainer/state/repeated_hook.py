@@ -18,7 +18,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.shards import Shard
 from trainer.metrics.state import kept_torchmetrics
 from trainer.runs.hook_checks import users_callbacks
-from trainer.state.no_trace import own_part
+from trainer.state.averaged_weights import own_part
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
