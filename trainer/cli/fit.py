@@ -9,7 +9,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_text
-from trainer.cli.run import Job, relative, run_command, table
+from trainer.cli.run import Job, run_command, table
+from trainer.config.tree import relative
 from trainer.runs.terminal import columns_of
 
 if TYPE_CHECKING:

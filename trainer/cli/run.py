@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli.collisions import collisions
@@ -15,7 +14,7 @@ from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse, recipe_of
 from trainer.cli.settings_help import arguments_help
-from trainer.config.tree import Diagnostics
+from trainer.config.tree import Diagnostics, relative
 from trainer.errors import ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
 
@@ -154,12 +153,6 @@ def print_results(job: Job, title: str, results: list[dict[str, float]]) -> None
     trainer = job.trainer
     where = f"\nrun directory:  {relative(trainer.run_dir)}" if trainer.loggers and trainer.run_dir.is_dir() else ""
     trainer.print(f"{title}:\n{table(results)}{where}")
-
-
-def relative(path: Path) -> str:
-    """Return a path relative to the current folder where that is shorter."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)
 
 
 def table(results: list[dict[str, float]]) -> str:

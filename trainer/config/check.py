@@ -19,6 +19,7 @@ from trainer.arguments import hints_of, whole_number
 from trainer.callback import Callback, available_callbacks
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
+from trainer.config.plug_names import optimizers, schedulers
 from trainer.config.read import SCHEDULER_OPTIONS, no_argument
 from trainer.config.specs import INVALID, ClassSpec, ValueOfData, has_spec, instantiate, reference_to_data
 from trainer.config.tree import (
@@ -415,16 +416,13 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {
 def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     """Return the short names for classes of these kinds; with `name`, if an installed package has added it."""
     table: dict[str, type] = {}
-    for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
-        if kind in bases:
-            table |= {one: cls for one, cls in vars(package).items() if one[0] != "_" and _is_derived(cls, kind)}
+    if Optimizer in bases:
+        table |= {one: getattr(torch.optim, one) for one in optimizers()}
+    if LRScheduler in bases:
+        table |= {one: getattr(torch.optim.lr_scheduler, one) for one in schedulers()}
     plugs = {Strategy: available_strategies, Callback: available_callbacks, Logger: available_callbacks}
     for base in (base for base in plugs if base in bases):
         known = plugs[base]()
         named = {name: known[name]} if name in known else {}  # it imports the class, if it is not one of ours
         table |= {one: cls for one, cls in {**known, **named}.items() if issubclass(cls, base)}
     return table
-
-
-def _is_derived(cls: Any, base: type) -> bool:
-    return isinstance(cls, type) and base in cls.__mro__[1:]

@@ -16,6 +16,7 @@ from trainer.checkpoint.directory import POINTERS, versions
 from trainer.config.check import missing_arguments
 from trainer.config.files import to_yaml
 from trainer.config.loading import Recipe, checkpoint_of, record_of
+from trainer.config.tree import mapped, relative
 from trainer.errors import ConfigError, first_of
 from trainer.runs.compare_ranks import listed
 from trainer.settings import ARGUMENTS, Settings
@@ -165,10 +166,10 @@ def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
 
 def plain(value: Any, root: str) -> Any:
     """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
-    if isinstance(value, dict):
-        return {key: plain(item, root) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, root) for item in value]
+    return mapped(value, lambda one: _relative_to(root, one))
+
+
+def _relative_to(root: str, value: Any) -> Any:
     if isinstance(value, Path):
         value = str(value.absolute())
     if not isinstance(value, str) or not value.startswith("/"):
@@ -176,9 +177,3 @@ def plain(value: Any, root: str) -> Any:
     # /folder:module.Class is /folder/module.py:Class
     value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
     return os.path.relpath(value, root)
-
-
-def relative(path: Path) -> str:
-    """Return a path relative to the current folder where it lies in that, else the absolute one."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -125,6 +125,15 @@ class Diagnostics:
         raise_problems([*map(str, found)], "the configuration", cause)
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested plain data with `change` applied to each value in it."""
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mapped(item, change) for item in value]
+    return change(value)
+
+
 def dotted(path: KeyPath) -> str:
     """Return a path in the form of the command line: `trainer.callbacks.0.patience`."""
     return ".".join(str(part) for part in path)
@@ -228,6 +237,12 @@ def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[
     return [Problem(named_source(message, sources), f"trainer: {message}") for message in problems]
 
 
+def relative(path: Path) -> str:
+    """Return a path relative to the current folder where it lies in that, else the absolute one."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def repr_value(node: Node) -> str:
     """Return a value as a message shows it."""
     text = json.dumps(node.plain(), default=str, ensure_ascii=False)
@@ -270,19 +285,12 @@ def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPat
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         known = next((one for one in merged if str(one) == str(key)), key)
         inside = path if key == "init_args" else (*path, key)
-        if child.value is None and entries(merged.get(known)):
-            _report_empty_section(merged[known], child, findings, (*path, key))
+        if child.value is None and (*path, key) in (("trainer",), ("module",)) and entries(merged.get(known)):
+            words = f"{key} is empty, and replaces the values at {merged[known].source}. Remove it."
+            findings.add(child.source, words)  # all settings would be the defaults
         merged[known] = merge(merged.get(known, Node({}, child.source)), child, findings, inside)
     source = above.source if "class_path" in entries(above) else below.source
     return Node(merged, source, None if entries(below) else above.text, named=below.named)
-
-
-def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Report a null over arguments: an empty section would replace all settings by defaults."""
-    if path in (("trainer",), ("module",)):
-        findings.add(above.source, f"{dotted(path)} is empty, and replaces the values at {below.source}. Remove it.")
-    else:
-        findings.notes.append(f"{above.source}: {dotted(path)} is null, and replaces the values at {below.source}.")
 
 
 def appended(node: Node) -> Node:
@@ -331,9 +339,9 @@ def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPa
     for key, child in entries(above).items():
         if int(key) < len(items):
             items[int(key)] = merge(items[int(key)], child, findings, (*path, int(key)))
-            continue
-        there = f"the list of the files has {len(items)}, numbered from 0"
-        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
+        else:
+            there = f"the list of the files has {len(items)}, numbered from 0"
+            findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
     return Node(items, below.source, append=below.append)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
-LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML;
-`model:`, `seed_everything:` and `dict_kwargs:` of LightningCLI's files, also in JSON; the cells of notebooks.
+LightningDataModule; `class_path:` and `_target_:` in YAML; `model:`, `seed_everything:` and `dict_kwargs:` of
+LightningCLI's files, also in JSON; the cells of notebooks. The names are those of Lightning 2.
 What changes in meaning stands in docs/migrating.md.
 
 examples:
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
-    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
+    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
