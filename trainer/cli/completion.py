@@ -174,8 +174,10 @@ def values() -> dict[str, list[str]]:
     found = {f"--trainer.{name}": list(names()) for name, names in NAMES.items()}
     for field in fields(Settings):
         choices = re.findall(r"'(\w+)'", "".join(re.findall(r"Literal\[(.*?)\]", str(field.type).replace('"', "'"))))
-        if choices or "bool" in str(field.type):
-            found[f"--trainer.{field.name}"] = choices + ["true", "false"] * ("bool" in str(field.type))
+        if "bool" in str(field.type):
+            choices += ["true", "false"]
+        if choices:
+            found[f"--trainer.{field.name}"] = choices
     found["--trainer.accelerator"] = list(ACCELERATORS)
     found |= {"--optimizer": optimizers(), "--lr_scheduler": schedulers(), "--preset": [*PRESETS]}
     for option, base in (("--trainer.callbacks", "Callback"), ("--trainer.logger", "Logger")):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.arguments import hints_of, whole_number
 from trainer.callback import Callback, available_callbacks
+from trainer.checkpoint.directory import POINTERS
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
 from trainer.config.plug_names import optimizers, schedulers
@@ -44,7 +45,6 @@ from trainer.config.types import (
     constructor_parameters,
     forms_of,
     is_structured,
-    makes_callables,
     member_named,
     validate,
     wants_text,
@@ -71,37 +71,36 @@ class Checker:
     """True where the hyperparameters of a checkpoint stand for what the module is not given."""
     data_spec: ClassSpec | None = None
 
-    def __init__(self, findings: Diagnostics) -> None:
+    def __init__(self, findings: Diagnostics, given: Mapping[str, Node] = {}) -> None:
         self.findings = findings
+        self.given = {key: node for key, node in given.items() if node.value is not None}
+        """The keys of the configuration that are not null."""
 
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
-    def chosen(self, node: Node | None, base: type, key: str, provided: Sequence[str] = ()) -> ClassSpec | None:
+    def chosen(self, key: str, base: type, provided: Sequence[str] = ()) -> ClassSpec | None:
         """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
-        return None if node is None or node.value is None else self.class_spec(node, (base,), (key,), provided)
+        return self.class_spec(self.given[key], (base,), (key,), provided) if key in self.given else None
 
-    def data(self, node: Node | None) -> ClassSpec | None:
+    def data(self) -> ClassSpec | None:
         """Return the data module, if there is one."""
-        self.data_spec = self.chosen(node, DataModule, "data")
+        self.data_spec = self.chosen("data", DataModule)
         return self.data_spec
 
-    def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
+    def optimizer(self, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
-        if node is None or module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
-            return self.chosen(node, Optimizer, "optimizer", provided=("params",))
-        if node.value is not None:
+        if module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
+            return self.chosen("optimizer", Optimizer, provided=("params",))
+        if "optimizer" in self.given:
             words = f"optimizer: module ({module.__name__}) defines configure_optimizers. Keep one of them."
-            self.findings.add(node.source, words)
+            self.findings.add(self.given["optimizer"].source, words)
         return None
 
-    def scheduler(self, node: Node | None) -> ClassSpec | None:
-        """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        return self.chosen(node, LRScheduler, "lr_scheduler")
-
-    def allow_changes(self, node: Node | None) -> list[str]:
+    def allow_changes(self) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
-        if node is None:
+        if "allow_changes" not in self.given:
             return []
+        node = self.given["allow_changes"]
         names = self.value(node, list[str], ("allow_changes",))
         if not isinstance(names, list):  # a problem, or a reference to a value of the data module
             return []
@@ -109,14 +108,15 @@ class Checker:
             self.findings.add(node.source, problem)
         return names
 
-    def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
+    def path(self, key: str, has_to_be_there: bool) -> None:
         """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
 
         Weights need not be there: only a `fit` without a checkpoint reads them.
         """
-        value = self.text(node, key)
-        if node is None or value is None or (has_to_be_there and value in ("last", "best")):
+        value = self.text(key)
+        if value is None or (has_to_be_there and value in POINTERS):
             return
+        node = self.given[key]
         try:
             node.value = str(as_storage_path(value).absolute())
             if has_to_be_there and not checkpoint_may_exist(value):
@@ -124,20 +124,22 @@ class Checker:
         except ConfigError as error:
             self.findings.add(node.source, f"{key}: {error}")
 
-    def text(self, node: Node | None, key: str) -> str | None:
+    def text(self, key: str) -> str | None:
         """Return the text at a key of the configuration, if there is one."""
-        if node is not None and node.value == "":
+        if key not in self.given:
+            return None
+        node = self.given[key]
+        if node.value == "":
             self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
-        value = None if node is None else self.value(node, str | None, (key,))
+        value = self.value(node, str, (key,))
         return value if isinstance(value, str) else None
 
-    def trainer(self, node: Node | None) -> dict[str, Any]:
+    def trainer(self) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
 
         Objects are not made yet: `Trainer` checks them, and with them all that the command adds to these arguments.
         """
-        if node is None or node.value is None:
-            return {}
+        node = self.given.get("trainer")
         values = self.arguments(node, Trainer, ("trainer",))
         valid = {name: value for name, value in values.items() if value is not INVALID}
         plain = {name: value for name, value in valid.items() if not has_spec(value)}
@@ -214,10 +216,6 @@ class Checker:
             nested = entries(node).get("init_args")
             spec = self.spec_of(made_by, nested, path, node.source, name.source, called_with)
             return replace(spec, is_factory=True, provided=())
-        if not makes_callables(made_by):
-            words = f"objects of {made_by.__qualname__} cannot be called. Name a function, or a class with __call__."
-            self.findings.add(name.source, f"{dotted(path)}: {words}")
-            return INVALID
         return self.class_spec(node, (object,), path)
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -258,7 +256,7 @@ class Checker:
             words = f"{reference} is an attribute of the data's object, which is made later. Write the value here."
             self.findings.add(node.source, f"{dotted(path)}: {words}")
             return INVALID
-        if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
+        if node.unreadable is not None:
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)

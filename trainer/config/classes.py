@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.arguments import hints_of, local_path
+from trainer.arguments import local_path
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, missing_package_advice, unknown_name_error
 
@@ -52,7 +52,7 @@ def find_class(
     Args:
         table: short names that are known for this kind of class.
         source: where the name was written; files are looked for in that folder first.
-        functions: also a function, or a method of a class, that returns such an object.
+        functions: also a function, or a method of a class, whose result is checked when it is called.
 
     Raises:
         ConfigError: there is no such class; or the import failed: then with the first line of the error.
@@ -68,9 +68,9 @@ def find_class(
     else:
         module, where, attribute = _from_package(name)
     found = _attribute(module, attribute, bases, where)
-    if functions and callable(found) and not isinstance(found, type):
-        return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
-    return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
+    if not (functions and callable(found)) or isinstance(found, type):
+        found = _require_class(found, bases)
+    return ResolvedClass(found, f"{where}{attribute}")
 
 
 def _names(classes: tuple[type, ...]) -> str:
@@ -84,14 +84,6 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
     close = f"{name!r}.{did_you_mean(name, [*vars(module)])}"
     raise ConfigError(f"{where.rstrip(':.')} has no class {close} It has: {here or 'none'}. Write file.py:Class.")
-
-
-def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
-    """Return the function itself, unless it says that it returns something else than an object of the `bases`."""
-    returned = hints_of(function, function).get("return", Any)
-    if isinstance(returned, type) and returned is not Any and not issubclass(returned, bases):
-        raise ConfigError(f"{function.__qualname__} returns a {returned.__name__}, not a {_names(bases)}.")
-    return function
 
 
 def _require_class(cls: Any, bases: tuple[type, ...]) -> type:

@@ -282,12 +282,11 @@ class _YamlReader:
         children: dict[Any, Node] = {}
         for key_node, value_node in node.value:
             source = self.source.at(key_node.start_mark.line + 1)
-            if isinstance(key_node, yaml.ScalarNode):
-                children[self.scalar(key_node, source)] = self.node(value_node, key_node)
-                if (value_node.tag, value_node.value) == (f"{TAG}null", ""):
-                    self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
-            else:
-                self.findings.add(source, "a key must be a name, not a list or mapping.")
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UnreadableError(source, "a key must be a name, not a list or mapping.")
+            children[self.scalar(key_node, source)] = self.node(value_node, key_node)
+            if (value_node.tag, value_node.value) == (f"{TAG}null", ""):
+                self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
         return children
 
     def scalar(self, node: Any, source: Source) -> Any:

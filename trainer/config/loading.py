@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.arguments import local_path
 from trainer.callback import Callback
@@ -148,18 +149,19 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
     Raises:
         ConfigError: lists all problems, each with file and line.
     """
-    given, checker = entries(tree), Checker(findings)
-    checker.has_checkpoint = command != "fit" and tree.plain().get("ckpt_path") is not None
-    trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
+    given = entries(tree)
+    checker = Checker(findings, given)
+    checker.has_checkpoint = command != "fit" and "ckpt_path" in checker.given
+    trainer, module = checker.trainer(), checker.chosen("module", TrainModule)
     optimizer = scheduler = None
     if module not in (None, INVALID):
-        optimizer = checker.optimizer(given.get("optimizer"), module.cls)
-        scheduler = checker.scheduler(given.get("lr_scheduler"))
+        optimizer = checker.optimizer(module.cls)
+        scheduler = checker.chosen("lr_scheduler", LRScheduler)
         module = with_optimizer(module, optimizer, scheduler)
-    data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
-    checker.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
-    checker.path(given.get("weights"), "weights", has_to_be_there=False)
-    name = checker.text(given.get("name"), "name")
+    data, allow_changes = checker.data(), checker.allow_changes()
+    checker.path("ckpt_path", has_to_be_there=True)
+    checker.path("weights", has_to_be_there=False)
+    name = checker.text("name")
     findings.report()
     assert module is not None
     sources, plain = sources_of(given.get("trainer")), tree.plain()

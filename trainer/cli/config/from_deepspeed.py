@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from trainer.cli.config.draft import strategy_name
@@ -80,37 +79,13 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
                 part = part.setdefault(section, {})
             part[last] = value
             done.add(shown + key, value, TAKEN, "DeepSpeed reads it (strategy.config)")
-    _leave_out_what_is_off(given, read)
+    for name in ("fp16", "bf16", "bfloat16"):  # of one that is off, the options are left out: the trainer's decides
+        if given.get(name, {}).get("enabled") is not True:
+            read.pop(name, None)
     if done.draft.get("strategy") is None:
         words = ", as DeepSpeed's stage is 0 where none is given"
         done.take(f"{shown}zero_optimization.stage", None, {"strategy": COPIES}, words)
     if done.draft.get("strategy") == COPIES:
         done.draft.arguments.clear()
-    elif known := _known_to_deepspeed(done, read, shown):
-        done.draft.set("strategy.config", known)
-
-
-def _leave_out_what_is_off(given: Mapping[str, Any], read: dict[str, Any]) -> None:
-    """Leave out the options of a precision that is off: the trainer's decides."""
-    for name in ("fp16", "bf16", "bfloat16"):
-        if given.get(name, {}).get("enabled") is not True:
-            read.pop(name, None)
-
-
-def _known_to_deepspeed(done: Translation, read: dict[str, Any], shown: str) -> dict[str, Any]:
-    """Return what the installed DeepSpeed takes; `fit` would refuse the rest."""
-    if find_spec("deepspeed") is None:
-        return read
-    from trainer.strategies.deepspeed.config_checks import key_problems
-
-    kept: dict[str, Any] = {}
-    for key, value in read.items():
-        inside = {f"{key}.{name}": {name: one} for name, one in value.items()} if isinstance(value, dict) else {}
-        for name, part in (inside or {key: value}).items():
-            problems = key_problems({key: part})
-            if problems:
-                done.entries = [one for one in done.entries if not f"{one.key}.".startswith(f"{shown}{name}.")]
-                done.add(shown + name, value, BY_HAND, problems[0])
-            else:
-                kept[key] = kept.get(key, {}) | part if inside else part
-    return kept
+    elif read:
+        done.draft.set("strategy.config", read)

@@ -14,12 +14,9 @@ from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, recipe_of, reports_errors, size
-from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError
 from trainer.model.memory import Layout, ModelSize, Setup, Weight, estimate_memory, number_sizes
-from trainer.names.aliases import SHORT_PRECISIONS
-from trainer.names.misses import words_for
 
 if TYPE_CHECKING:
     from trainer.cli.estimate.module import EstimateInput
@@ -93,10 +90,8 @@ def _print_fitting(given: argparse.Namespace, found: EstimateInput, precision: P
 
     found.shape.setdefault("batch", 1)
     model = found.transformer(given.checkpointing)
-    missing = [f"--{name}" for name in ("hidden", "heads", "sequence") if name not in found.shape]
-    missing += ["--layers"] * (not found.size.blocks)
-    if model is None or missing:
-        raise ConfigError(f"layouts depend on sizes that are not known here: give {' '.join(missing)} too.")
+    if model is None or "heads" not in found.shape or not found.size.blocks:
+        raise ConfigError("layouts need --hidden, --heads, --sequence and --layers: give those that are not known.")
     per_machine = min(given.devices, given.gpus)
     if given.gpus % per_machine:
         raise ConfigError(f"--gpus {given.gpus} is not a multiple of --devices {per_machine}, the GPUs of a machine.")
@@ -151,9 +146,6 @@ def _check(given: argparse.Namespace, has_configuration: bool) -> None:
     """Check options before torch is imported, which takes seconds."""
     if has_configuration == (given.params is not None):
         raise ConfigError("give either a configuration (--config run.yaml) or a number of parameters (--params 7e9).")
-    known = [*precisions(), *SHORT_PRECISIONS]
-    if given.precision not in (None, *known):
-        raise unknown_name_error("precision", given.precision, known, words_for("precision", [given.precision]))
     if (given.gpus is None) != (given.memory is None) or (given.memory or 1e9) < 1e9:
         raise ConfigError("--gpus and --memory go together, the memory with its unit: --gpus 64 --memory 80G.")
 
@@ -194,7 +186,7 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     layers, table = given.layers, (given.vocabulary or 0) * (given.hidden or 0)
     if given.params < 2 * table + layers:
         raise ConfigError(f"--params {given.params} is less than two tables of --vocabulary x --hidden.")
-    block = (given.params - 2 * table) // max(layers, 1) * bool(layers)
+    block = (given.params - 2 * table) // layers if layers else 0
     sizes = table, block, given.params - table - layers * block
     first, each, last = (Weight(elements, elements, is_matrix=True) for elements in sizes)
     return EstimateInput("model", ModelSize([first], [[each]] * layers, [last]))

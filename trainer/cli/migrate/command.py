@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
-    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths))
+    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
     contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
