@@ -71,7 +71,7 @@ def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
     lines = []
     if metrics:
         values = {name: float(value) for name, value in metrics.items()}
-        lines += [f"after {steps} step{'s' * (steps != 1)}:", table([values])]
+        lines += [f"after {steps} {'step' if steps == 1 else 'steps'}:", table([values])]
     if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
     places = {"run directory:": "", "configuration:": "config.yaml", "checkpoints:": "checkpoints"}

@@ -79,8 +79,6 @@ class CommandParser(argparse.ArgumentParser):
         self, arguments: list[str], findings: Diagnostics
     ) -> tuple[argparse.Namespace, list[tuple[str, Node]]]:
         """Return the options, and the dotted ones as names and values; problems with these go to `findings`."""
-        if "-h" in arguments or "--help" in arguments:
-            return self.parse_args(["--help"]), []  # prints it and exits
         overrides, fixed = overrides_of(arguments, findings)
         return self.parse(fixed), overrides
 
@@ -161,10 +159,8 @@ def make_parser(command: str, summary: str) -> CommandParser:
         parser.add_argument("--weights", metavar="PATH", help=words)
         words = "check a training on many processes, and start none: trainer fit --dry-run --help"
         parser.add_argument("--dry-run", action="store_true", help=words)
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(ray=None)
-    if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -232,13 +228,13 @@ def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) ->
         findings.add(COMMAND_LINE, str(error))
         return options
     options.config, options.print_config, options.traceback = known.config, known.print_config, known.traceback
-    for name in ("ckpt_path", "name", "weights", "allow_changes"):
-        if (value := getattr(known, name, None)) is not None:
-            options.overrides.append((name, as_node(value, COMMAND_LINE)))
-    if known.ray is not None:
+    given = {name: value for name, value in vars(known).items() if value is not None}
+    own = [name for name in ("ckpt_path", "name", "weights", "allow_changes") if name in given]
+    options.overrides += [(name, as_node(given[name], COMMAND_LINE)) for name in own]
+    if "ray" in given:
         from trainer.cli.ray import read_ray
 
-        options.ray = read_ray(known.ray, findings)
+        options.ray = read_ray(given["ray"], findings)
     for problem in _unknown(parser, rest):
         findings.add(COMMAND_LINE, problem)
     return options

@@ -65,9 +65,10 @@ def argument_words(kind: str) -> dict[str, str]:
     """Return what to use instead of arguments of the constructor of a class's namesakes, by name."""
     more = {"Trainer": TRAINER_ARGUMENTS, "Engine": ENGINE_ARGUMENTS}
     of_kind = STRATEGY_OPTIONS if kind.endswith("Strategy") else more.get(kind, {})
-    theirs = [THEIRS.get(kind, kind), *["ParallelStrategy"] * kind.endswith("Strategy")]
-    rows = [row for one in theirs for row in WORDS.get(one, {}).items()]
-    return {**{name[1:-1]: words for name, words in rows if name.startswith("(")}, **of_kind}
+    rows = WORDS.get(THEIRS.get(kind, kind), {})
+    if kind.endswith("Strategy"):
+        rows = {**rows, **WORDS["ParallelStrategy"]}
+    return {**{name[1:-1]: words for name, words in rows.items() if name.startswith("(")}, **of_kind}
 
 
 def _ours(kind: type) -> list[type]:

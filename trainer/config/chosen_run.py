@@ -69,7 +69,9 @@ def _without_runs(configuration: Recipe, command: str, root: Path) -> Iterator[s
     if name is not None or (begins and not versions(root)):
         yield f"there is no run{f' {name!r}' if name else ''} below {relative(root)} yet: the training begins"
     elif command != "fit":
-        any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
+        for run in reversed(versions(root)):
+            if configuration.take_checkpoint(run):
+                break
 
 
 def _choose(configuration: Recipe, command: str, records: dict[Path, dict[str, Any]], root: Path) -> str:
@@ -131,12 +133,9 @@ def _differences(configuration: Recipe, record: dict[str, Any], wanted: dict[str
     there, here = _compared(record), _compared(wanted)
     module = configuration.module
     of_checkpoint = {f"module.{name}" for name in missing_arguments(module.cls, module.arguments)}
-    other_classes = set[str]()
     for name in sorted((there.keys() | here.keys()) - of_checkpoint):
         before, now = there.get(name, "nothing"), here.get(name, "nothing")
-        is_same = before == now or plain(before, _root(record)) == plain(now, _root(wanted))
-        if not is_same and name.partition(".")[0] not in other_classes:
-            other_classes |= {name} & {*_CHOICES}
+        if before != now and plain(before, _root(record)) != plain(now, _root(wanted)):
             yield f"{name} {before} there, {now} here"
     if wanted.get("weights") and record.get("weights") != wanted["weights"]:
         yield f"weights {record.get('weights')} there, {wanted['weights']} here"

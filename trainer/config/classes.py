@@ -73,6 +73,11 @@ def find_class(
     return ResolvedClass(found, f"{where}{attribute}")
 
 
+def is_subclass(cls: Any, bases: type | tuple[type, ...]) -> bool:
+    """Whether a value is a class that is derived from one of the `bases`."""
+    return isinstance(cls, type) and issubclass(cls, bases)
+
+
 def _names(classes: tuple[type, ...]) -> str:
     return " or ".join(cls.__name__ for cls in classes)
 
@@ -80,7 +85,7 @@ def _names(classes: tuple[type, ...]) -> str:
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
     with suppress(AttributeError):
         return attrgetter(name)(module)
-    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
+    classes = [value for value in vars(module).values() if is_subclass(value, bases)]
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
     close = f"{name!r}.{did_you_mean(name, [*vars(module)])}"
     raise ConfigError(f"{where.rstrip(':.')} has no class {close} It has: {here or 'none'}. Write file.py:Class.")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from os import PathLike
-from pathlib import PurePath
 from types import NoneType
 from typing import Any, Literal, Never, Optional, Protocol, get_args, get_origin, is_typeddict
 
@@ -29,6 +28,7 @@ from trainer.arguments import (
     hints_of,
     options_of,
 )
+from trainer.config.classes import is_subclass
 
 SCALARS = (bool, int, float, NoneType)
 NO_ADAPTER = (PydanticUserError, SchemaError)
@@ -83,7 +83,7 @@ def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
 
 
 def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    if isinstance(made_by, type) and issubclass(made_by, ChecksArguments):  # whose `__new__` takes anything
+    if is_subclass(made_by, ChecksArguments):  # whose `__new__` takes anything
         own = made_by.__init__
         return {} if own is object.__init__ else dict([*inspect.signature(own).parameters.items()][1:])
     try:
@@ -144,10 +144,6 @@ def makes_callables(cls: type) -> bool:
     return any("__call__" in vars(one) for one in cls.__mro__)
 
 
-def _is_enum(option: Any) -> bool:
-    return isinstance(option, type) and issubclass(option, enum.Enum)
-
-
 def is_structured(cls: Any) -> bool:
     """Whether a mapping of arguments stands for an object of a class: a dataclass, or a class of attrs."""
     return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
@@ -156,12 +152,12 @@ def is_structured(cls: Any) -> bool:
 @cache
 def is_object(cls: type) -> bool:
     """Whether a file cannot hold values of a class directly, as it holds numbers, text, paths, enums..."""
-    if is_structured(cls) or is_typeddict(cls):
-        return is_structured(cls)
+    if is_structured(cls):
+        return True
     with suppress(*NO_ADAPTER):
         TypeAdapter(cls)
         return False
-    return True
+    return not is_typeddict(cls)
 
 
 @cache
@@ -219,7 +215,7 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
 
 def _is_text(option: Any) -> bool:
     kind = get_origin(option) or option
-    return kind is PathLike or (isinstance(kind, type) and issubclass(kind, (str, PurePath)) and not _is_enum(kind))
+    return is_subclass(kind, (str, PathLike)) and not issubclass(kind, enum.Enum)
 
 
 def wants_text(value: Any, annotation: Any) -> bool:
@@ -236,7 +232,7 @@ def wants_text(value: Any, annotation: Any) -> bool:
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
-        if _is_enum(option) and text in option.__members__:
+        if is_subclass(option, enum.Enum) and text in option.__members__:
             return None if accepts(text, annotation) else option[text]
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.arguments import local_path
+from trainer.arguments import flat_names, local_path
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.from_deepspeed import COPIES, OFFLOAD, STAGE, from_deepspeed
 from trainer.cli.config.translation import (
@@ -15,7 +15,6 @@ from trainer.cli.config.translation import (
     Reader,
     Translation,
     account,
-    flatten,
     is_off,
     names,
     number,
@@ -113,7 +112,7 @@ WORDS: dict[str, tuple[str, str]] = {
 
 def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
     """Account for every key of an Accelerate configuration."""
-    flat = flatten(given)
+    flat = flat_names(given, ".")
     kind = str(flat.get("distributed_type") or "NO").rpartition(".")[2].upper()
     file = flat.pop("deepspeed_config.deepspeed_config_file", None)
     if kind == "DEEPSPEED" and not is_off(file):

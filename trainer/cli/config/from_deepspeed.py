@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.arguments import flat_names
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.translation import (
     BY_HAND,
@@ -13,7 +14,6 @@ from trainer.cli.config.translation import (
     Reader,
     Translation,
     account,
-    flatten,
     number,
     one_of,
     text,
@@ -64,7 +64,7 @@ WORDS: dict[str, tuple[str, str]] = {
 def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "") -> None:
     """Account for every key of a DeepSpeed configuration. `shown`: printed before the keys."""
     read: dict[str, Any] = {}
-    for key, value in flatten(given).items():
+    for key, value in flat_names(given, ".").items():
         if key == "optimizer.type":
             parameters = {name: one for name, one in given["optimizer"].get("params", {}).items() if one != "auto"}
             arguments = "".join(f", {name}={one!r}" for name, one in parameters.items())

@@ -85,14 +85,6 @@ def read_plain(path: Path) -> tuple[dict[str, Any], str | None]:
     return tree.plain(), other_program(tree)
 
 
-def flatten(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted keys; an empty section is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
-    return flat
-
-
 def is_off(value: Any) -> bool:
     """Whether a value means "off", or that somebody else decides: Accelerate writes no, 'no', false, null and ''."""
     return value in ([], {}) or str(value).lower() in ("", "no", "none", "false", "n", "off", "0", "auto", "default")

@@ -52,6 +52,7 @@ def run(arguments: list[str]) -> int:
     foreign = len(given.config) == 1 and not overrides and _is_hugging_face(given.config[0])
     configuration = None if given.params or foreign else _configuration(given, overrides, findings)
     from trainer.cli.estimate.module import examine, examine_hugging_face
+    from trainer.cli.estimate.report import as_data
     from trainer.precision import resolve_precision
 
     _fill_in(given, {} if configuration is None else configuration.trainer)
@@ -63,30 +64,34 @@ def run(arguments: list[str]) -> int:
     else:
         found = examine_hugging_face(given.config[0], precision) if foreign else _input_of_number(given)
     found.shape |= {name: value for name in SIZES if (value := getattr(given, name)) is not None}
-    if given.gpus:
-        return _print_fitting(given, found, precision)
-    return _print_strategies(given, found, precision, configuration)
+    data, text = (
+        _fitting(given, found, precision) if given.gpus else _strategies(given, found, precision, configuration)
+    )
+    if given.json:
+        print(json.dumps({**as_data(found, given), **data}, indent=2))
+    else:
+        print_fitted(text)
+    return int(data.get("layouts") == [])
 
 
-def _print_strategies(
+def _strategies(
     given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Recipe | None
-) -> int:
-    from trainer.cli.estimate.report import as_data, report
+) -> tuple[dict[str, Any], str]:
+    """Return the estimates of the strategies, as data and as text."""
+    from trainer.cli.estimate.report import report
 
     layouts, configured = _layouts(given, configuration)
     setup = Setup(given.devices * given.num_nodes, number_sizes(precision), given.devices, given.accumulate)
     model = found.transformer(given.checkpointing)
     rows = {label: estimate_memory(layout, found.size, setup, model) for label, layout in layouts.items()}
-    if given.json:
-        several = [{"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()]
-        print(json.dumps({**as_data(found, given), "processes": setup.processes, "strategies": several}, indent=2))
-    else:
-        print_fitted(report(found, given, model, rows, configured))
-    return 0
+    several = [{"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()]
+    data = {"processes": setup.processes, "strategies": several}
+    return data, report(found, given, model, rows, configured)
 
 
-def _print_fitting(given: argparse.Namespace, found: EstimateInput, precision: Precision) -> int:
-    from trainer.cli.estimate.report import as_data, fitting_report
+def _fitting(given: argparse.Namespace, found: EstimateInput, precision: Precision) -> tuple[dict[str, Any], str]:
+    """Return the layouts that fit, as data and as text."""
+    from trainer.cli.estimate.report import fitting_report
 
     found.shape.setdefault("batch", 1)
     model = found.transformer(given.checkpointing)
@@ -97,11 +102,7 @@ def _print_fitting(given: argparse.Namespace, found: EstimateInput, precision: P
         raise ConfigError(f"--gpus {given.gpus} is not a multiple of --devices {per_machine}, the GPUs of a machine.")
     setup = Setup(given.gpus, number_sizes(precision), per_machine, given.accumulate)
     ranked, least = fitting(model, found.size, setup, precision, given.memory * (1 - LEFT))
-    if given.json:
-        print(json.dumps({**as_data(found, given), "layouts": ranked, "least": least}, indent=2))
-    else:
-        print_fitted(fitting_report(found, given, model, ranked, least))
-    return int(not ranked)
+    return {"layouts": ranked, "least": least}, fitting_report(found, given, model, ranked, least)
 
 
 # -- the question ------------------------------------------------------------------------------------------------------
