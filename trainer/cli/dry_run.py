@@ -280,10 +280,8 @@ def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterato
     last_window, last = batches - (number - 1) * window, samples - (number - 1) * global_batch
     words = f"{samples:,} samples in {number:,} steps"
     words += f"; the last one has {last:,} of {global_batch:,} samples, in {last_window} of {window} micro-batches"
-    fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
-    if number == 1:
-        fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-    yield check_result("WARN", last < global_batch and (number == 1 or last * 2 < global_batch), "epoch", words, fix)
+    fix = "Fewer processes or smaller micro-batches make that step fuller, and drop_last=True leaves it out."
+    yield check_result("WARN", last * 2 < global_batch, "epoch", words, fix)
 
 
 def _memory(

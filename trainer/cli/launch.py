@@ -242,10 +242,8 @@ def _machines(options: argparse.Namespace) -> Machines | None:
     """Return the machines that take part; None: only this one."""
     from trainer.launchers.multinode import Machines
 
-    slurms = [f"--{name}" for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
-    if slurms or options.nodes > 1:
-        words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
-        raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
+    if options.nodes > 1 or any(vars(options)[name.replace("-", "_")] for name in SLURM_ONLY):
+        raise ConfigError("the options for Slurm need --slurm --print, which write a file for sbatch: add these two.")
     minimum, maximum = options.nnodes
     if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
         raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")

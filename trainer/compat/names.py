@@ -208,34 +208,33 @@ _ENGINE = {
     "node_rank": "engine.global_rank and local_rank",
     "accelerator": "engine.device",
     "call": "a call in the loop; callbacks belong to a Trainer",
-    **dict.fromkeys(("log", "log_dict"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"),
     **dict.fromkeys(
-        ("logger", "loggers"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"
+        ("log", "log_dict", "logger", "loggers"),
+        "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer",
     ),
     **accelerate.ENGINE_MEMBERS,
 }
 
+_OF_BOTH = {
+    **dict.fromkeys(
+        ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
+        "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
+    ),
+    "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
+    "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
+}
+
 WORDS: dict[str, dict[str, str]] = {
     "LightningModule": {
-        **dict.fromkeys(
-            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
-        ),
+        **_OF_BOTH,
         "configure_sharded_model": "configure_model",
         "fabric": "self.trainer; the Engine is for a loop of your own",
-        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
         "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module)",
         "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
     },
     "LightningDataModule": {
-        **dict.fromkeys(
-            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
-        ),
+        **_OF_BOTH,
         "name": "type(self).__name__, or an attribute of your own",
-        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
         "size": "an attribute of your own",
     },
     "Trainer": {

@@ -59,13 +59,12 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
     """
     counters = mapping(data.get("progress")) or manifest.info
     facts: dict[str, Any] = {"checkpoint": path, "written": when(written)}
-    facts |= {name: counters[name] for name in ("step", "epoch", "batch", "samples") if name in counters}
+    facts |= {name: counters.get(name) for name in ("step", "epoch", "batch", "samples")}
     known = ("strategy", "precision", "world_size", "seed", "run_dir")
-    facts |= {name.replace("_", " "): data[name] for name in known if name in data}
+    facts |= {name.replace("_", " "): data.get(name) for name in known}
     facts["versions"] = ", ".join(f"{name} {text_of(value)}" for name, value in mapping(data.get("versions")).items())
     facts["size"] = size(sum(entry.bytes for entry in manifest.files.values()))
-    for name, value in facts.items():
-        yield f"{name:<15} {cell(value)}"
+    yield from (f"{name:<15} {cell(value)}" for name, value in facts.items() if value is not None)
     given = {name: value for name, value in mapping(data.get("hyperparameters")).items() if name != "kinds"}
     for title, content in (("metrics", mapping(manifest.info.get("metrics"))), ("hyperparameters", given)):
         yield f"\n{title}:{'' if content else ' none'}"

@@ -64,9 +64,10 @@ def run(arguments: list[str]) -> int:
     else:
         found = examine_hugging_face(given.config[0], precision) if foreign else _input_of_number(given)
     found.shape |= {name: value for name in SIZES if (value := getattr(given, name)) is not None}
-    data, text = (
-        _fitting(given, found, precision) if given.gpus else _strategies(given, found, precision, configuration)
-    )
+    if given.gpus:
+        data, text = _fitting(given, found, precision)
+    else:
+        data, text = _strategies(given, found, precision, configuration)
     if given.json:
         print(json.dumps({**as_data(found, given), **data}, indent=2))
     else:

@@ -63,10 +63,8 @@ def run(arguments: list[str]) -> int:
     import libcst
     import yaml
 
-    missing = [path for path in options.paths if not os.path.exists(path)]
-    problems = [f"{path}: there is no such file or folder" for path in missing]
-    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
-    contents = _read(files, problems)
+    problems = list[str]()
+    contents = _read(dict.fromkeys(chain.from_iterable(map(_files, options.paths))), problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
     changed, places = 0, []
@@ -83,13 +81,13 @@ def run(arguments: list[str]) -> int:
     _report(len(sources), changed, places, options.write)
     for problem in problems:
         usage_error(problem)
-    return 2 if missing else 1 if problems else 0
+    return int(bool(problems))
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: str) -> Iterator[Path]:
     """Yield the files of a folder that may name Lightning, or the file itself."""
-    if path.is_file():
-        yield path
+    if not os.path.isdir(path):
+        yield Path(path)
     for folder, folders, names in os.walk(path):  # of a file, nothing
         folders[:] = sorted(name for name in {*folders} - SKIPPED if not name.startswith("."))
         files = [Path(folder, name) for name in sorted(names)]
@@ -110,7 +108,7 @@ def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
         try:
             found[file] = file.read_bytes()
         except OSError as error:
-            problems.append(f"{file}: {error.strerror or error}")
+            problems.append(f"{file}: {error.strerror}")
     return found
 
 
