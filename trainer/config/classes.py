@@ -161,12 +161,10 @@ def _from_package(name: str) -> tuple[ModuleType, str, str]:
     before, colon, path = name.rpartition(":")  # folder:package.module.Class
     location, _, attribute = path.rpartition(".")
     folder = Path(os.path.abspath(local_path(before)))
-    if colon and not folder.is_dir():
-        raise ConfigError(f"{name!r}: there is no folder {before!r}. Write package.module.Class, or file.py:Class.")
     if colon:
+        if not folder.is_dir():
+            raise ConfigError(f"{name!r}: there is no folder {before!r}. Write package.module.Class, or file.py:Class.")
         _extend_sys_path(folder)
-    if not all(part.isidentifier() for part in location.split(".")):
-        raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
     try:
         module = _import(location, name)
     except ConfigError:

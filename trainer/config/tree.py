@@ -147,6 +147,11 @@ CLASS_ROOTS = ("module", "data", "optimizer", "lr_scheduler")
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
+def is_index(key: Any) -> bool:
+    """Whether a key is a position in a list: 0, "0", 1, ..."""
+    return whole_number(str(key)) is not None
+
+
 def canonical(node: Node, findings: Diagnostics) -> Node:
     """Return a configuration with every choice of class in its long form."""
     given = dict(entries(node))
@@ -183,8 +188,7 @@ def _canonical_list(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
 
 def is_numbered(node: Node) -> bool:
     """Whether a value is a mapping of positions in a list, which changes elements of it."""
-    positions = [whole_number(str(key)) for key in entries(node)]
-    return bool(positions) and None not in positions
+    return bool(entries(node)) and all(map(is_index, entries(node)))
 
 
 def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:

@@ -97,7 +97,7 @@ class ConfigDraft:
             self.settings.setdefault(owner, {})[argument] = value
         else:
             self.settings[owner] = value
-        return f"{name}: {_inline(value)}"
+        return f"{name}: {inline(value)}"
 
     def get(self, name: str) -> Any:
         """Return the value of a setting, or of an argument of the strategy (`strategy.NAME`); None: it is not set."""
@@ -139,7 +139,8 @@ def launch_line(command: str, machines: int, devices: int | str | None, address:
     return f"trainer launch --nnodes {machines}{processes} --rdzv {address} {command}"
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """Return a value as YAML of one line."""
     import yaml
 
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).removesuffix("...\n").strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line
+from trainer.cli.config.draft import WIDTH, ConfigDraft, inline, launch_line
 from trainer.config.files import other_program, read_tree
 from trainer.config.tree import Diagnostics
 
@@ -52,7 +52,7 @@ class Translation:
 
     def add(self, key: str, value: Any, kind: str, words: str) -> None:
         """Account for a key that writes no setting."""
-        shown = textwrap.shorten(str(value).lower() if isinstance(value, bool) else str(value), 40, placeholder="...")
+        shown = textwrap.shorten(inline(value), 40, placeholder="...")
         self.entries.append(TranslatedLine(key, shown, kind, words))
 
     def start(self, command: str) -> str:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainer.cli.doctor.results import CheckResult
+from trainer.config.classes import one_line_error
 from trainer.errors import ConfigError, TrainerError
 
 MEGABYTES = 16
@@ -96,9 +97,10 @@ def collectives(number: int) -> CheckResult:
     except ConfigError as error:
         return CheckResult("FAIL", "collectives", f"{error}")
     except (TrainerError, RuntimeError) as error:
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         fix = "Look at NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (the name of a network in `ip link`) and at firewalls."
-        return CheckResult("FAIL", "collectives", f"{number} processes cannot exchange tensors: {last}", fix)
+        return CheckResult(
+            "FAIL", "collectives", f"{number} processes cannot exchange tensors: {one_line_error(error)}", fix
+        )
     subject = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
     if found["wrong"]:
         fix = "Hardware or driver: run nccl-tests and `nvidia-smi -q`; NCCL_P2P_DISABLE=1 tells whether it is the link."
