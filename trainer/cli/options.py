@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +18,6 @@ from trainer.runs.terminal import columns_of
 from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
-    from trainer.cli.ray import RayOptions
     from trainer.config.loading import Recipe
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
@@ -44,22 +42,6 @@ any value of the configuration (read as YAML; laid over the files):
   --seed 3                            short for --trainer.seed 3
   --module.help, --data.help          the arguments of the class; of others: trainer help NAME
 """
-
-
-@dataclass
-class Options:
-    """A parsed command line."""
-
-    config: list[str] = field(default_factory=list)
-    print_config: bool = False
-    traceback: bool = False
-    """Errors are shown with their traceback."""
-    help_of: str | None = None
-    """"module" or "data": show the arguments of that class, and run nothing."""
-    overrides: list[tuple[str, Node]] = field(default_factory=list)
-    """Dotted names and values; `--ckpt-path` is one of them."""
-    ray: RayOptions | None = None
-    """Options of `fit --ray`: train in Ray's workers."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -214,23 +196,26 @@ def with_underscores(name: str) -> str:
     return ".".join([part.replace("-", "_") for part in parts[:deep]] + parts[deep:])
 
 
-def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> Options:
-    """Parse a command line; problems go to `findings`."""
+def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> argparse.Namespace:
+    """Return the options of a command line; problems go to `findings`.
+
+    Added to the parser's options are `overrides`, dotted names and values, among which are `--ckpt-path` and the like;
+    and `help_of`: "module" or "data" to show the arguments of that class.
+    """
     from trainer.config.files import as_node
 
-    options = Options()
     helps = {f"--{root}.help": root for root in ("module", "data")}
-    options.help_of = next((helps[word] for word in arguments if word in helps), None)
-    options.overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
+    overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
     try:
-        known, rest = parser.parse_known_args([with_hyphens(word) for word in fixed])
+        options, rest = parser.parse_known_args([with_hyphens(word) for word in fixed])
     except ConfigError as error:
         findings.add(COMMAND_LINE, str(error))
-        return options
-    options.config, options.print_config, options.traceback = known.config, known.print_config, known.traceback
-    given = {name: value for name, value in vars(known).items() if value is not None}
+        options, rest = parser.parse_known_args([])
+    given = {name: value for name, value in vars(options).items() if value is not None}
     own = [name for name in ("ckpt_path", "name", "weights", "allow_changes") if name in given]
-    options.overrides += [(name, as_node(given[name], COMMAND_LINE)) for name in own]
+    options.overrides = overrides + [(name, as_node(given[name], COMMAND_LINE)) for name in own]
+    options.help_of = next((helps[word] for word in arguments if word in helps), None)
+    options.ray = None
     if "ray" in given:
         from trainer.cli.ray import read_ray
 
