@@ -31,7 +31,6 @@ fti
 --verison
 train
 help ModelCheckpoin
-help fsdp ddp
 help mymodel.py
 completion bsh
 
@@ -180,7 +179,6 @@ checkpoint
 checkpoint lst x
 checkpoint ls
 checkpoint ls nowhere
-checkpoint ls runs --metric val_los
 checkpoint ls runs --jsno
 checkpoint show runs/version_O
 checkpoint show runs/version_0 --ckpt bets

@@ -150,23 +150,20 @@ def _rule(text: str) -> str:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.storage import as_storage_path
     from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, leftover_names, listing, summarize
-    from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
+    from trainer.cli.checkpoint.report import as_data, plain, table_of
 
     if is_one(options.path):
-        found = {"": [summarize(choose(options.path, None), [], options.verify)]}
+        path = choose(options.path, None)
+        found = {path.parent: [summarize(path, [], options.verify)]}
     else:
-        found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
-    every = [one for rows in found.values() for one in rows]
-    require_metrics(options.metric, every)
+        found = {folder: listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
     if options.json:
-        print(json.dumps([as_data(one) for one in every], indent=2))
+        print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
         return 0
     for folder, rows in found.items():
-        lines = [plain(folder)] if folder else []
-        lines += table_of(rows, options.metric) if rows else ["  no checkpoint"]
-        left = leftover_names(as_storage_path(folder)) if folder else []
+        lines = [plain(str(folder)), *(table_of(rows, options.metric) if rows else ["  no checkpoint"])]
+        left = leftover_names(folder)
         lines += [f"  {plain(name)}: being written, or left by a process that was killed" for name in left]
         print("\n".join(lines))
     return 0
