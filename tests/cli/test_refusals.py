@@ -86,7 +86,6 @@ fit --module bare.py:Bare --optimizer SGD --optimizer.learning_rate=1
 fit --module bare.py:Bare --optimizer torch.nn.Linear
 fit --module bare.py:Bare --lr_scheduler StepLR
 fit --module bare.py:Bare --optimizer SGD --lr_scheduler StepLR
-fit --module bare.py:Bare --optimizer SGD --lr_scheduler ReduceLROnPlateau
 fit --module bare.py:Bare --optimizer SGD --lr-scheduler StepLr
 
 fit --config run.yaml --dry-run

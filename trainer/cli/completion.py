@@ -143,8 +143,6 @@ def options_of(command: str, word: str) -> dict[str, bool]:
 
     They are read from the lines of the help, which also has the trainer's arguments, unlike argparse.
     """
-    if command in ("completion", "help"):
-        return {}
     if command == "tune":
         text = make_parser(command, COMMANDS[command][1]).format_help() + DOTTED_HELP + arguments_help(command, 80)
     else:

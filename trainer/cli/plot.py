@@ -79,8 +79,8 @@ def curves_of(paths: list[str]) -> Curves:
         runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
         here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            words = "give the directory of a run with Trainer(logger=[CSVLogger()]), or a folder with such runs below."
-            raise ConfigError(f"{text!r}: there are no logged values: {words}")
+            fix = "Give the directory of a run with Trainer(logger=[CSVLogger()]), or a folder with such runs below."
+            raise ConfigError(f"{text!r} has no logged values. {fix}")
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
     varied = differing([*hyperparameters.values()])[:MOST_VALUES]

@@ -45,6 +45,7 @@ from trainer.config.types import (
     constructor_parameters,
     forms_of,
     is_structured,
+    makes_callables,
     member_named,
     validate,
     wants_text,
@@ -216,6 +217,10 @@ class Checker:
             nested = entries(node).get("init_args")
             spec = self.spec_of(made_by, nested, path, node.source, name.source, called_with)
             return replace(spec, is_factory=True, provided=())
+        if not makes_callables(made_by):
+            words = f"objects of {made_by.__qualname__} cannot be called. Name a function, or a class with __call__."
+            self.findings.add(name.source, f"{dotted(path)}: {words}")
+            return INVALID
         return self.class_spec(node, (object,), path)
 
     # -- values -------------------------------------------------------------------------------------------------------

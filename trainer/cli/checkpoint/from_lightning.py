@@ -137,7 +137,7 @@ def _check(read: Mapping[str, Any]) -> None:
     named = {str: object}
     hyperparameters = dict.fromkeys(("hyper_parameters?", "hparams?", "datamodule_hyper_parameters?"), (named, None))
     counters = dict.fromkeys(("epoch?", "global_step?"), Integer())
-    require(read, {"state_dict": named, **hyperparameters, **counters}, "it")
+    require(read, {"state_dict": named, **hyperparameters, **counters}, "checkpoint")
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")

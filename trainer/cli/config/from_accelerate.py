@@ -36,6 +36,7 @@ _TRUE = one_of(true=True)
 _SHARDING = one_of(shard_grad_op="SHARD_GRAD_OP", _2="SHARD_GRAD_OP", hybrid_shard="HYBRID_SHARD", _4="HYBRID_SHARD")
 SETTINGS: dict[str, tuple[str, Reader]] = {
     "mixed_precision": ("precision", one_of(no="32-true", fp16="16-mixed", bf16="bf16-mixed", fp8="fp8")),
+    "num_machines": ("num_nodes", several),
     "use_cpu": ("accelerator", one_of(true="cpu")),
     "fsdp_config.fsdp_sharding_strategy": ("strategy.sharding_strategy", _SHARDING),
     "fsdp_config.fsdp_reshard_after_forward": ("strategy.reshard_after_forward", one_of(false=False)),
@@ -145,11 +146,6 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
     """Take the numbers of machines and processes, and the GPUs."""
     done.machines = whole(flat.get("num_machines")) or 1
     done.address = f"{flat.get('main_process_ip') or 'HOST'}:{flat.get('main_process_port') or 29500}"
-    flat.pop("num_machines", None)
-    if done.machines == 1:
-        done.add("num_machines", 1, LEFT_OUT, "one machine is the default")
-    else:
-        done.take("num_machines", done.machines, {"num_nodes": done.machines}, f", and --nnodes {done.machines}")
     total, ids = flat.pop("num_processes", None), str(flat.pop("gpu_ids", "all"))
     each = (whole(total) or 0) // done.machines
     if kind in ("XLA", "TPU"):

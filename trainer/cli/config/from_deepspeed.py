@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from trainer.arguments import flat_names
@@ -72,7 +73,11 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
             done.add(shown + key, value, BY_HAND, words)
         elif value == "auto" and "." not in key:
             done.add(shown + key, value, LEFT_OUT, "the trainer and your data say it")
-        elif not account(done, key, value, SETTINGS, WORDS, shown):
+        elif account(done, key, value, SETTINGS, WORDS, shown):
+            continue
+        elif problems := _problems(key, value):
+            done.add(shown + key, value, BY_HAND, problems[0])
+        else:
             part = read
             *sections, last = key.split(".")
             for section in sections:
@@ -89,3 +94,14 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
         done.draft.arguments.clear()
     elif read:
         done.draft.set("strategy.config", read)
+
+
+def _problems(key: str, value: Any) -> list[str]:
+    """Return the problems that the installed DeepSpeed has with a key, which `fit` would refuse."""
+    if find_spec("deepspeed") is None:
+        return []
+    from trainer.strategies.deepspeed.config_checks import key_problems
+
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return key_problems(value)

@@ -78,7 +78,7 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     words = f"{found.name}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, "
     words += f"{idle:,} of them trained by no optimizer; {found.size.buffers:,} bytes of buffers"
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
-    about = "activations of a transformer are counted with --hidden, --sequence and --batch, and not without"
+    about = "activations are not counted: that takes --hidden, --sequence and --batch"
     if model is not None:
         mlp = f"{f'{model.experts} experts' if model.experts else 'MLP'} of {model.intermediate}"
         about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, {mlp}, "
