@@ -136,9 +136,7 @@ def _checks(
     strategy.processes = SingleProcess(world_size=world)
     problems = strategy.problems(precision, device_type, world)
     yield from (CheckResult("FAIL", "strategy", problem) for problem in problems)
-    machines = world // per_machine
-    processes = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
-    yield CheckResult("OK", "processes", f"{world}: {processes}")
+    yield CheckResult("OK", "processes", f"{world} on {device_type}, {per_machine} on each machine")
     try:
         trainer = _trainer(configuration)
     except (ConfigError, ValueError) as error:
@@ -225,7 +223,7 @@ def _data(
     try:
         with default_dtype(config.precision.weights):
             module = instantiate(configuration.module) if configuration.data is None else _bare(configuration)
-        datamodule = instantiate(configuration.data) if look and configuration.data is not None else None
+        datamodule = instantiate(configuration.data) if look else None
         check_call(config, None, "fit", module, {}, datamodule, None)
         if not look:
             return
@@ -305,7 +303,7 @@ def _memory(
     where = f"{name}, stage {memory.stage}" if layout.pipeline > 1 else name
     kept = "not counted" if memory.activations is None else f"about {gib(memory.activations)}"
     text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, activations {kept}"
-    text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
+    text += f"; {gib(memory.host)} on the host for each process"
     limit = given.device_memory or math.inf
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]

@@ -94,5 +94,5 @@ def next_command(run_dir: Path) -> list[str]:
 def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
     found = [location for callback in callbacks if (location := callback.output_location()) is not None]
-    # Without a colon at its end it is a command, to be typed with the path.
-    return [f"{label:<15} {relative(path) if label.endswith(':') else quote(relative(path))}" for label, path in found]
+    # Some labels are commands, to be typed with the path.
+    return [f"{label:<15} {quote(relative(path))}" for label, path in found]

@@ -151,11 +151,8 @@ def _object(class_path: dict[str, Any], arguments: dict[str, Any], beside: Itera
 
 def _or_null(described: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that takes null, too: the default, or nothing of the kind."""
-    if "anyOf" not in described:
-        return {"anyOf": [described, NULL]}
-    options = described["anyOf"]
-    return described | {"anyOf": options if NULL in options else [*options, NULL]}
+    return {"anyOf": [described, NULL]} | _words(described)
 
 
 def _words(described: dict[str, Any]) -> dict[str, Any]:
-    return {"description": described["description"]} if "description" in described else {}
+    return {"description": described.get("description", "")}

@@ -67,7 +67,7 @@ def _without_runs(configuration: Recipe, command: str, root: Path) -> Iterator[s
     if name is not None:
         configuration.ckpt_path = None
     if name is not None or (begins and not versions(root)):
-        yield f"there is no run{f' {name!r}' if name else ''} below {relative(root)} yet: the training begins"
+        yield f"there is no such run below {relative(root)} yet: the training begins"
     elif command != "fit":
         for run in reversed(versions(root)):
             if configuration.take_checkpoint(run):

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from trainer.arguments import local_path, whole_number
-from trainer.errors import raise_problems
+from trainer.errors import raise_problems, shortened
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
@@ -114,10 +114,11 @@ class Diagnostics:
             ConfigError: lists all problems: first the command line's, then file by file, from top to bottom.
         """
 
+        order = {name: number for number, name in enumerate(self.files)}
+
         def position(problem: Problem) -> tuple[int, int]:
             source = problem.source or COMMAND_LINE
-            file = self.files.index(source.name) if source.name in self.files else -1
-            return file, source.line or 0
+            return order.get(source.name, -1), source.line or 0
 
         found = sorted(dict.fromkeys(self.problems), key=position)
         causes = [problem.cause for problem in found if problem.cause is not None]
@@ -245,8 +246,7 @@ def relative(path: Path) -> str:
 
 def repr_value(node: Node) -> str:
     """Return a value as a message shows it."""
-    text = json.dumps(node.plain(), default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(node.plain(), default=str, ensure_ascii=False), 60)
 
 
 # -- one over the other -----------------------------------------------------------------------------------------------

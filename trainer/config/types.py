@@ -84,7 +84,7 @@ def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
 
 def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     if is_subclass(made_by, ChecksArguments):  # whose `__new__` takes anything
-        own = made_by.__init__
+        own: Any = made_by.__init__
         return {} if own is object.__init__ else dict([*inspect.signature(own).parameters.items()][1:])
     try:
         return dict(inspect.signature(made_by).parameters)

@@ -78,7 +78,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     read = _read(file)
     _check(read)
     weights, no_data = read["state_dict"], list[str]()
-    given = {
+    given: dict[str, Any] = {
         "module": read.get("hyper_parameters") or read.get("hparams"),
         "data": read.get("datamodule_hyper_parameters"),
     }

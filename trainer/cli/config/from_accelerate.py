@@ -121,7 +121,7 @@ def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
     _take_processes(done, flat, kind)
     _take_strategy(done, flat, kind)
     read = {section: reader == kind for section, reader in SECTIONS.items()}
-    read["fsdp_config"] &= done.draft.get("strategy") != COPIES
+    read["fsdp_config"] &= done.draft.settings.get("strategy") != COPIES
     read["dynamo_config"] = not is_off(flat.get("dynamo_config.dynamo_backend"))
     for key, value in flat.items():
         if not read.get(key.partition(".")[0], True):
@@ -172,7 +172,7 @@ def _take_strategy(done: Translation, flat: dict[str, Any], kind: str) -> None:
         strategy = SHARDS
     if str(flat.get("fsdp_config.fsdp_sharding_strategy")).lower() in ("no_shard", "3"):
         strategy = COPIES
-    if strategy == ONE and done.draft.get("devices") != 1:
+    if strategy == ONE and done.draft.settings.get("devices") != 1:
         strategy = COPIES
     value = flat.pop("distributed_type", None)
     if kind == "DEEPSPEED":

@@ -87,11 +87,12 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
     for name in ("fp16", "bf16", "bfloat16"):  # of one that is off, the options are left out: the trainer's decides
         if given.get(name, {}).get("enabled") is not True:
             read.pop(name, None)
-    if done.draft.get("strategy") is None:
+    if done.draft.settings.get("strategy") is None:
         words = ", as DeepSpeed's stage is 0 where none is given"
         done.take(f"{shown}zero_optimization.stage", None, {"strategy": COPIES}, words)
-    if done.draft.get("strategy") == COPIES:
-        done.draft.arguments.clear()
+    if done.draft.settings.get("strategy") == COPIES:
+        for name in [name for name in done.draft.settings if name.startswith("strategy.")]:
+            del done.draft.settings[name]
     elif read:
         done.draft.set("strategy.config", read)
 

@@ -43,7 +43,7 @@ class Translation:
     def take(self, key: str, value: Any, settings: Mapping[str, Any], words: str = "") -> None:
         """Write settings by their names; of two values of one setting the first counts."""
         for name, setting in settings.items():
-            former = self.draft.get(name)
+            former = self.draft.settings.get(name)
             if former not in (None, setting):
                 self.add(key, value, BY_HAND, f"{name} is {former} already, which counts: two are asked for")
                 return

@@ -31,10 +31,10 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     environment = detect_environment()
     rank, world = environment.rank, environment.world_size
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
-    device = torch.device("cuda", environment.local_rank) if cuda else torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if cuda:
+        device, backend = torch.device("cuda", environment.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         backend, store=join_store(environment, timeout), rank=rank, world_size=world, timeout=timeout
@@ -61,7 +61,7 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     return {
         "world_size": world,
         "device": device.type,
-        "backend": "nccl" if cuda else "gloo",
+        "backend": backend,
         "wrong": wrong,
         "all_reduce": 2 * share * size / slowest[0].item(),
         "all_gather": share * size * world / slowest[1].item(),

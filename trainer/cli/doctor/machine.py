@@ -160,5 +160,5 @@ def _network() -> Iterator[CheckResult]:
         yield CheckResult("WARN", "host name", f"{name} means no machine: {error}.", fix)
         return
     alone = address.startswith("127.")
-    found = f"{name} is {address}{', by which other machines do not find this one' if alone else ''}"
-    yield check_result("NOTE", alone, "host name", found, "With several machines, give --rdzv another address of it.")
+    fix = "Other machines do not find this one by that address: give --rdzv another one."
+    yield check_result("NOTE", alone, "host name", f"{name} is {address}", fix)

@@ -80,8 +80,8 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
     about = "activations are not counted: that takes --hidden, --sequence and --batch"
     if model is not None:
-        mlp = f"{f'{model.experts} experts' if model.experts else 'MLP'} of {model.intermediate}"
-        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, {mlp}, "
+        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, "
+        about += f"{model.experts} experts, MLPs of {model.intermediate}, "
         about += f"vocabulary {model.vocabulary or 'unknown'}, micro-batches of {model.batch} x {model.sequence} tokens"
         about += f", activation checkpointing {'on' if model.checkpointing else 'off'}"
     return "\n".join([words, options, about, "", *lines, *(f"note: {note}" for note in found.notes)]) + "\n"
