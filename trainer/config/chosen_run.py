@@ -51,7 +51,7 @@ def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Ite
     records = {
         run: record
         for run in reversed(versions(root))
-        if (record := record_of(run)) and name in (None, record.get("name")) and checkpoint_of(run, "last")
+        if "module" in (record := record_of(run)) and name in (None, record.get("name")) and checkpoint_of(run, "last")
     }
     if records:
         yield _choose(configuration, command, records, root)
@@ -96,7 +96,7 @@ def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> 
     which, given = configuration.ckpt_path, map(local_path, files)
     folders = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [*filter(_is_run, folders)]
-    other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
+    other_name = len(runs) == 1 and configuration.name not in (None, record_of(runs[0]).get("name"))
     if which in POINTERS and (len(runs) > 1 or other_name):
         raise ConfigError(
             f"--ckpt-path {which} is ambiguous: --name and the configurations of {first_of(runs)} mean several runs. "
@@ -123,8 +123,8 @@ def _none_is_equal(configuration: Recipe, command: str, found: dict[Path, list[s
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
-    record = record_of(folder) if folder in versions(folder.parent) else None
-    at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
+    place = record_of(folder)["trainer"].get("default_root_dir")
+    at_its_place = place == str(folder.parent) and folder in versions(folder.parent)
     return at_its_place or checkpoint_of(folder, "last") is not None
 
 

@@ -101,7 +101,7 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     """Return the last or best checkpoint of a run, also in a `dirpath` of its configuration; None if there is none."""
     with suppress(OSError, CheckpointError):
         return CheckpointDirectory(run / CHECKPOINTS).resolve(which)
-    callbacks = (record_of(run) or {"trainer": {}})["trainer"].get("callbacks") or ()
+    callbacks = record_of(run)["trainer"].get("callbacks") or ()
     chosen = [(one.get("init_args") or {}).get("dirpath") for one in callbacks if isinstance(one, dict)]
     for folder in filter(None, chosen):
         with suppress(OSError, CheckpointError):
@@ -111,12 +111,13 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     return None
 
 
-def record_of(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run; None where there is none."""
+def record_of(run: Path) -> dict[str, Any]:
+    """Return the configuration of a run; where there is none, one without a module."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
-    return None
+        if isinstance(record, dict) and isinstance(record.get("trainer"), dict):
+            return record
+    return {"trainer": {}}
 
 
 def _try(make: Callable[[], Any], found: Diagnostics) -> Any:

@@ -114,7 +114,7 @@ def forms_of(annotation: Any) -> Forms:
     """Return the forms that a file may use for the values of an annotation."""
     found = Forms()
     for option in options_of(annotation):
-        kind, arguments = get_origin(option) or option, get_args(option)
+        kind, arguments = kind_of(option), get_args(option)
         found.takes_mapping |= kind in (*MAPPINGS, Any)
         if is_typeddict(option) or (kind in MAPPINGS and arguments):
             found.mappings.append(option)
@@ -132,6 +132,11 @@ def forms_of(annotation: Any) -> Forms:
         elif isinstance(kind, type) and is_object(kind):
             found.objects.append(kind)
     return found
+
+
+def kind_of(option: Any) -> Any:
+    """Return the class of a generic annotation, such as list for `list[int]`; others unchanged."""
+    return get_origin(option) or option
 
 
 def is_protocol(cls: Any) -> bool:
@@ -199,7 +204,7 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
     """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
     options = options_of(annotation)
     if len(options) == 1:
-        kind = dict if is_typeddict(annotation) else get_origin(annotation) or annotation
+        kind = dict if is_typeddict(annotation) else kind_of(annotation)
         if is_protocol(kind):
             fits = not isinstance(value, (*SCALARS, str, list, dict))
         else:
@@ -214,7 +219,7 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
 
 
 def _is_text(option: Any) -> bool:
-    kind = get_origin(option) or option
+    kind = kind_of(option)
     return is_subclass(kind, (str, PathLike)) and not issubclass(kind, enum.Enum)
 
 
@@ -225,7 +230,7 @@ def wants_text(value: Any, annotation: Any) -> bool:
         return False
     if isinstance(value, (dict, list)):
         plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
-        return all((get_origin(option) or option) in plain for option in others)
+        return all(kind_of(option) in plain for option in others)
     return isinstance(value, str) or not any(accepts(value, option) for option in others)
 
 
