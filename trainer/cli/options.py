@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.arguments import whole_number
 from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
+from trainer.config.tree import COMMAND_LINE, MAX_DEPTH, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
 from trainer.runs.terminal import columns_of
 from trainer.settings import ARGUMENTS
@@ -164,8 +164,6 @@ def recipe_of(
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
     """Return the dotted options of a command line as names and values, and all other words."""
-    from trainer.config.files import MAX_DEPTH, read_value
-
     fixed: list[str] = []
     overrides = []
     for option, name, value in _split(arguments, fixed):
@@ -175,6 +173,8 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
         elif not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]} is not a name: write --trainer.max_epochs.")
         else:
+            from trainer.config.files import read_value
+
             node = read_value(value, option)
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from trainer.arguments import local_path
-from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries
+from trainer.config.tree import COMMAND_LINE, KEYS, MAX_DEPTH, Diagnostics, Node, Source, entries
 from trainer.errors import ConfigError, did_you_mean
 
 # The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema). PyYAML follows 1.1, in which 1e-3 is text,
@@ -37,7 +37,6 @@ TAG = "tag:yaml.org,2002:"
 
 
 MAX_BYTES = 500_000
-MAX_DEPTH = 100
 MAX_VALUES = 20_000
 """Maximum number of values in a file, where an alias (*) counts with everything that it stands for."""
 PLACEHOLDER = re.compile(r"\{\w+(:[^{}\s]*)?\}")

@@ -32,6 +32,10 @@ KEYS = (
 """The keys of a configuration; "name" is the run's name, and "vars" has values for references."""
 
 
+MAX_DEPTH = 100
+"""Levels of nesting that a configuration may have."""
+
+
 @dataclass(frozen=True)
 class Source:
     """The place where a value was written."""
