@@ -190,18 +190,15 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.cli.checkpoint.report import plain
     from trainer.cli.checkpoint.report import size as readable
 
-    broken = []
+    paths, broken = [], []
     if options.ckpt is not None or is_one(options.path):
         paths = [choose(options.path, options.ckpt)]
     else:
-        folders = checkpoint_folders(options.path)
-        paths = [one.path for folder in folders for one in listing(folder, contents=False)]
-        pointers = [
-            (folder / f"{name}.json", CheckpointDirectory(folder).pointer(name))
-            for folder in folders
-            for name in POINTERS
-        ]
-        broken = [f"{file} points to no checkpoint" for file, target in pointers if target is None and file.exists()]
+        for folder in checkpoint_folders(options.path):
+            paths += [one.path for one in listing(folder, contents=False)]
+            store = CheckpointDirectory(folder)
+            files = [folder / f"{name}.json" for name in POINTERS if store.pointer(name) is None]
+            broken += [f"{file} points to no checkpoint" for file in files if file.exists()]
     intact = 0
     for path in paths:
         problems = verify_checkpoint(path)

@@ -46,7 +46,7 @@ def export(options: argparse.Namespace) -> int:
             f"{out}: export writes safetensors, which torch.load cannot read. Call it "
             f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
         )
-    _check_place(out, options.force, None if max_size is None else INDEX_FILE)
+    _check_place(out, options.force, "" if max_size is None else INDEX_FILE)
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
     prefix, configs, expand_tied = options.prefix or "", {}, options.expand_tied
@@ -69,15 +69,15 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_place(out: Path, force: bool, mark: str | None) -> None:
+def _check_place(out: Path, force: bool, mark: str) -> None:
     """Raise a ConfigError unless the output can be written.
 
     Args:
-        mark: the output is a folder, and `force` replaces one that has this file; None: it is a file.
+        mark: the output is a folder, and `force` replaces one that has this file; empty: it is a file.
     """
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    is_export = (out / (mark or "")).is_file()
+    is_export = (out / mark).is_file()
     if out.exists() and not (force and is_export):
         raise ConfigError(f"{out} exists: give another name. --force replaces the file, or the folder, of an export.")
 

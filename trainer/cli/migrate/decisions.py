@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import libcst as cst
@@ -45,9 +45,8 @@ class _DecisionFinder(cst.CSTVisitor):
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        module = get_full_name_for_node(node.module) if node.module else ""
-        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
-            if f"{module}.".startswith("trainer.") and not node.relative:  # rewritten before
+        if f"{module_of(node)}.".startswith("trainer."):  # rewritten before
+            for alias in aliases_of(node):
                 self._report_name(alias, alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -129,6 +128,16 @@ class _DecisionFinder(cst.CSTVisitor):
 
     def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
+
+
+def module_of(node: cst.ImportFrom) -> str:
+    """Return the module that names are imported from; empty for a relative one."""
+    return "" if node.relative else str(get_full_name_for_node(cst.ensure_type(node.module, cst.BaseExpression)))
+
+
+def aliases_of(node: cst.ImportFrom) -> Sequence[cst.ImportAlias]:
+    """Return the names that are imported; none of `import *`."""
+    return () if isinstance(node.names, cst.ImportStar) else node.names
 
 
 def imported_path(names: Iterable[Any]) -> str:

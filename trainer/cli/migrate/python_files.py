@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from trainer.cli.migrate.decisions import Finding, decisions, imported_path
+from trainer.cli.migrate.decisions import Finding, aliases_of, decisions, imported_path, module_of
 from trainer.cli.migrate.names import RENAMED, lightning_root, module_here, name_here
 from trainer.compat.names import EXPORTS
 
@@ -82,18 +82,17 @@ class _Rewriter(cst.CSTTransformer):
         return alias.with_changes(name=cst.Name("trainer"), asname=cst.AsName(top, space, space))
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
-        module = get_full_name_for_node(original_node.module) if original_node.module else None
-        if original_node.relative or lightning_root(str(module)) is None:
+        module = module_of(original_node)
+        if lightning_root(module) is None:
             return updated_node
-        module = str(module)
         home, instead = module_here(module)
         if isinstance(updated_node.names, cst.ImportStar):
             if home in WITH_ALL:
                 return updated_node.with_changes(module=_dotted(home))
             self._add(original_node, f"from {module} import *", "an import of the names that are used")
             return updated_node
-        found = [name_here(module, alias.evaluated_name) for alias in _aliases(original_node)]
-        for alias, here in zip(_aliases(original_node), found, strict=True):
+        found = [name_here(module, alias.evaluated_name) for alias in aliases_of(original_node)]
+        for alias, here in zip(aliases_of(original_node), found, strict=True):
             if not here.path or not home:
                 self._add(alias, alias.evaluated_name, here.instead or instead)
         if not home:
@@ -150,10 +149,6 @@ class _Rewriter(cst.CSTTransformer):
 
     def _add(self, node: cst.CSTNode, what: str, instead: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, f"use {instead}"))
-
-
-def _aliases(node: cst.ImportFrom) -> Sequence[cst.ImportAlias]:
-    return () if isinstance(node.names, cst.ImportStar) else node.names
 
 
 def _dotted(path: str) -> cst.Name | cst.Attribute:
