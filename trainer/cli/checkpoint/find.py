@@ -118,9 +118,10 @@ def choose(path: str, wanted: str | None) -> StoragePath:
     folder = newest_of(checkpoint_folders(path))
     store, wanted = CheckpointDirectory(folder), wanted or "last"
     there = {one.name: one for one in checkpoints_in(folder)}
-    target = there.get(wanted)
-    if target is None and wanted in POINTERS:
+    if wanted in POINTERS:
         target = store.pointer(wanted) or store.pointer("last") or next(reversed(store.list()), None)
+    else:
+        target = there.get(wanted)
     if target is None:
         guess = did_you_mean(wanted, [*there, *POINTERS])
         raise CheckpointError(

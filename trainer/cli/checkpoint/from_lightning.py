@@ -131,13 +131,13 @@ def _check(read: Mapping[str, Any]) -> None:
 
     from trainer.checkpoint.schema import Integer, require
 
-    weights = read.get("state_dict")
-    if not weights:
-        raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
     named = {str: object}
     hyperparameters = dict.fromkeys(("hyper_parameters?", "hparams?", "datamodule_hyper_parameters?"), (named, None))
     counters = dict.fromkeys(("epoch?", "global_step?"), Integer())
-    require(read, {"state_dict": named, **hyperparameters, **counters}, "checkpoint")
+    require(read, {"state_dict?": named, **hyperparameters, **counters}, "checkpoint")
+    weights = read.get("state_dict")
+    if not weights:
+        raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
