@@ -80,7 +80,7 @@ def schema() -> dict[str, Any]:
             "optimizer": _or_null(_choice(table_of((Optimizer,)))),
             "lr_scheduler": _or_null(_choice(table_of((LRScheduler,)), beside=SCHEDULER_OPTIONS)),
             "ckpt_path": {"type": ["string", "null"], "description": "last, best, or the path of a checkpoint."},
-            "allow_changes": {"type": "array", "items": {"type": "string"}},
+            "allow_changes": {"type": ["array", "null"], "items": {"type": "string"}},
             "name": {"type": ["string", "null"], "description": "The name of the run."},
             "vars": {"type": ["object", "null"], "description": "Values for references: ${vars.NAME}."},
             "weights": {"type": ["string", "null"], "description": "Pretrained weights to start from."},
