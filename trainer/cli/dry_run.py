@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +40,14 @@ DEVICES = {"auto": "cuda", "gpu": "cuda"}
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration or usage."""
-    results = []
-    # stdout holds nothing but the JSON, whatever the user's files and DeepSpeed print.
-    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
+    results, output = [], sys.stdout
+    with redirect_stdout(sys.stderr):  # whatever the user's files and DeepSpeed print: stdout has only the results
         given, configuration, accelerator = _read(arguments)
         per_machine = _per_machine(given, configuration)
         for result in _checks(given, configuration, accelerator, per_machine):
             results.append(result)
             if not given.json:
-                print(result.line(), flush=True)
+                print(result.line(), file=output, flush=True)
     print(as_json(results) if given.json else f"\n{summary(results)}; nothing was started, nothing written")
     return int(failed(results))
 

@@ -70,8 +70,7 @@ def _write(options: argparse.Namespace) -> int:
         report = translate(options.source)
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
         _write_output(report.draft.text([by, *_usage_lines(report.start(_fit_command(file)))]), options)
-        printed = options.output == "-"
-        print(report.text(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
+        print(report.text(file), end="", file=sys.stderr if options.output == "-" else sys.stdout)
         return 0
     if options.preset is not None:
         draft, by = ConfigDraft(), f"`trainer config --preset {options.preset}`"

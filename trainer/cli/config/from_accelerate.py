@@ -165,8 +165,9 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
 def _take_strategy(done: Translation, flat: dict[str, Any], kind: str) -> None:
     """Take the strategy, and the classes of layers that it shards."""
     section = "parallelism_config.parallelism_config_"
-    degrees = {name: whole(flat.get(f"{section}{name}_size")) or 1 for name in ("tp", "cp", "sp", "dp_shard")}
-    replicas, shards = whole(flat.get(f"{section}dp_replicate_size")) or 1, degrees["dp_shard"]
+    names_of_degrees = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+    degrees = {name: whole(flat.get(f"{section}{name}_size")) or 1 for name in names_of_degrees}
+    replicas, shards = degrees.pop("dp_replicate"), degrees["dp_shard"]
     strategy = STRATEGIES.get(kind, COPIES)
     if max(degrees.values()) > 1:
         strategy = SHARDS

@@ -59,16 +59,16 @@ class Translation:
         """Return the command that starts the training on these machines."""
         return launch_line(command, self.machines, self.draft.settings.get("devices"), self.address)
 
-    def text(self, written: str | None) -> str:
-        """Return all keys, grouped by kind of translation, and the next command. `written`: the new file, if any."""
-        lines = [f"{self.source} is {self.format}." + ("" if written is None else f" Written: {written}")]
+    def text(self, file: str) -> str:
+        """Return all keys, grouped by kind of translation, and the next command, which reads the new file."""
+        lines = [f"{self.source} is {self.format}, translated for {file}."]
         for kind in KINDS:
             entries = [(f"{entry.key}: {entry.value}", entry.message) for entry in self.entries if entry.kind == kind]
             lines += ["", f"{kind}:"] if entries else []
             for left, message in entries:
                 lines.append(f"  {left}")
                 lines.append(textwrap.indent(textwrap.fill(message, WIDTH, break_long_words=False), " " * 6))
-        fit = f"trainer fit --config module.yaml {quote(written or 'run.yaml')}"
+        fit = f"trainer fit --config module.yaml {quote(file)}"
         return "\n".join([*lines, "", f"start it with: {self.start(fit)}"]) + "\n"
 
 

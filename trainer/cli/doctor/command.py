@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
@@ -39,9 +39,8 @@ def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration."""
     from trainer.distributed.environment import detect_environment
 
-    results = []
-    # stdout holds nothing but the JSON, whatever the user's files print.
-    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
+    results, output = [], sys.stdout
+    with redirect_stdout(sys.stderr):  # whatever the user's files print: stdout has nothing but the results
         findings, configuration = Diagnostics(), None
         given, overrides = _parser().parse_with_overrides(arguments, findings)
         if given.config or overrides:
@@ -52,7 +51,7 @@ def run(arguments: list[str]) -> int:
             results.append(result)
             if not given.json and (environment.rank == 0 or result.status != "OK"):
                 of_rank = f"rank {environment.rank}: " if environment.rank else ""
-                print_fitted(f"{of_rank}{result.line()}\n")
+                print_fitted(f"{of_rank}{result.line()}\n", output)
     if environment.rank == 0:
         print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
     return int(failed(results))

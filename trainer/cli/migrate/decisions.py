@@ -132,7 +132,7 @@ class _DecisionFinder(cst.CSTVisitor):
 
 def module_of(node: cst.ImportFrom) -> str:
     """Return the module that names are imported from; empty for a relative one."""
-    return "" if node.relative else str(get_full_name_for_node(cst.ensure_type(node.module, cst.BaseExpression)))
+    return "" if node.relative or node.module is None else str(get_full_name_for_node(node.module))
 
 
 def aliases_of(node: cst.ImportFrom) -> Sequence[cst.ImportAlias]:

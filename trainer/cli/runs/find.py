@@ -183,8 +183,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     Args:
         path: the run directory, or one of the two files.
     """
-    files = [path] if path.name in METRIC_FILES else [path / name for name in METRIC_FILES]
-    file = next((file for file in files if file.is_file()), files[0])
+    files = [path, *(path / name for name in METRIC_FILES)]
+    file = next((file for file in files if file.is_file()), path)
     found: dict[str, list[tuple[int, float]]] = {}
     with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines) if file.suffix == ".csv" else map(_row_of_json, lines):
