@@ -50,7 +50,6 @@ from trainer.config.types import (
     validate,
     wants_text,
 )
-from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
 from trainer.logger import Logger
 from trainer.module import TrainModule
@@ -71,6 +70,7 @@ class Checker:
     has_checkpoint = False
     """True where the hyperparameters of a checkpoint stand for what the module is not given."""
     data_spec: ClassSpec | None = None
+    """The data module, for values that refer to its attributes."""
 
     def __init__(self, findings: Diagnostics, given: Mapping[str, Node] = {}) -> None:
         self.findings = findings
@@ -82,11 +82,6 @@ class Checker:
     def chosen(self, key: str, base: type, provided: Sequence[str] = ()) -> ClassSpec | None:
         """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
         return self.class_spec(self.given[key], (base,), (key,), provided) if key in self.given else None
-
-    def data(self) -> ClassSpec | None:
-        """Return the data module, if there is one."""
-        self.data_spec = self.chosen("data", DataModule)
-        return self.data_spec
 
     def optimizer(self, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""

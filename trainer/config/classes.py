@@ -62,14 +62,18 @@ def find_class(
     if not re.search("[.:]", name):
         known = unknown_name_error(_names(bases), name, table)
         raise ConfigError(f"{known} Or package.module.Class, or file.py:Class.")
-    if match := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
-        file, attribute = find_file(match[1], source), match[2] or ""  # without a class, the message lists them
+    if match := re.fullmatch(r"(.+\.py)(?::|$)([^:]*)", name):
+        file, attribute = find_file(match[1], source), match[2]  # without a class, the message lists them
         module, where = _import_file(file), f"{file}:"
     else:
         module, where, attribute = _from_package(name)
     found = _attribute(module, attribute, bases, where)
-    if not (functions and callable(found)) or isinstance(found, type):
-        found = _require_class(found, bases)
+    if not isinstance(found, type):
+        if not (functions and callable(found)):
+            raise ConfigError(f"{getattr(found, '__qualname__', found)!r} is a {type(found).__name__}, not a class.")
+    elif not issubclass(found, bases):
+        parents = _names(found.__bases__)
+        raise ConfigError(f"{found.__qualname__} is not derived from {_names(bases)} (but from {parents}).")
     return ResolvedClass(found, f"{where}{attribute}")
 
 
@@ -89,15 +93,6 @@ def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: st
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
     close = f"{name!r}.{did_you_mean(name, [*vars(module)])}"
     raise ConfigError(f"{where.rstrip(':.')} has no class {close} It has: {here or 'none'}. Write file.py:Class.")
-
-
-def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
-    """Return the class itself, if its objects are of one of the `bases`."""
-    if not isinstance(cls, type):
-        raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
-    if not issubclass(cls, bases):
-        raise ConfigError(f"{cls.__qualname__} is not derived from {_names(bases)} (but from {_names(cls.__bases__)}).")
-    return cls
 
 
 # -- importing --------------------------------------------------------------------------------------------------------

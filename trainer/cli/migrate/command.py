@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,9 +160,8 @@ def _notebook(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding
         after = _MASKED.sub(r"\1\2", part.removesuffix("\n"))
         if after != before:
             cell["source"] = after.splitlines(keepends=True)
-    lines = masked.splitlines()
-    of_cell = [sum(line.startswith(_CELL) for line in lines[: one.line]) for one in found]
-    found = [one._replace(what=f"cell {number}: {one.what}") for one, number in zip(found, of_cell, strict=True)]
+    cells_before = [*accumulate(line.startswith(_CELL) for line in masked.splitlines())]
+    found = [one._replace(what=f"cell {cells_before[one.line - 1]}: {one.what}") for one in found]
     same = new.decode() == masked
     return source if same else (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode(), found
 
