@@ -93,10 +93,11 @@ def translate(name: str) -> Translation:
     from trainer.cli.config.from_accelerate import from_accelerate
     from trainer.cli.config.from_deepspeed import from_deepspeed
     from trainer.cli.config.translation import Translation, read_plain
+    from trainer.config.files import TRANSLATED
 
     path = local_path(name)
     given, kind = read_plain(path)
-    if kind is None:
+    if kind is None or kind not in TRANSLATED:
         raise ConfigError(f"{name} is not an Accelerate (distributed_type) or DeepSpeed (zero_optimization) file.")
     translation = Translation(path, kind)
     (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(translation, given)

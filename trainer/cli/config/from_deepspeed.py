@@ -65,6 +65,7 @@ WORDS: dict[str, tuple[str, str]] = {
 def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "") -> None:
     """Account for every key of a DeepSpeed configuration. `shown`: printed before the keys."""
     read: dict[str, Any] = {}
+    off = [name for name in ("fp16", "bf16", "bfloat16") if given.get(name, {}).get("enabled") is not True]
     for key, value in flat_names(given, ".").items():
         if key == "optimizer.type":
             parameters = {name: one for name, one in given["optimizer"].get("params", {}).items() if one != "auto"}
@@ -75,6 +76,8 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
             done.add(shown + key, value, LEFT_OUT, "the trainer and your data say it")
         elif account(done, key, value, SETTINGS, WORDS, shown):
             continue
+        elif key.partition(".")[0] in off:
+            done.add(shown + key, value, LEFT_OUT, "it is off: the trainer's precision decides")
         elif problems := _problems(key, value):
             done.add(shown + key, value, BY_HAND, problems[0])
         else:
@@ -84,9 +87,6 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
                 part = part.setdefault(section, {})
             part[last] = value
             done.add(shown + key, value, TAKEN, "DeepSpeed reads it (strategy.config)")
-    for name in ("fp16", "bf16", "bfloat16"):  # of one that is off, the options are left out: the trainer's decides
-        if given.get(name, {}).get("enabled") is not True:
-            read.pop(name, None)
     if done.draft.settings.get("strategy") is None:
         words = ", as DeepSpeed's stage is 0 where none is given"
         done.take(f"{shown}zero_optimization.stage", None, {"strategy": COPIES}, words)
