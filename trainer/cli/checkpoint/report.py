@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_lines, in_columns
-from trainer.cli.runs.find import main_metrics
+from trainer.cli.runs.find import main_metrics, mapping
 from trainer.errors import printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
@@ -111,11 +111,6 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
             yield from tensors_in(item)
     elif not is_scalar(value):
         yield value
-
-
-def mapping(value: object) -> dict[Any, Any]:
-    """Return a value of a checkpoint that has to be a dict; an empty one for any other."""
-    return value if isinstance(value, dict) else {}
 
 
 def cell(value: object) -> str:
