@@ -27,7 +27,7 @@ _LOADER_CONFIGURATION = {
     "use_stateful_dataloader": _ANY_LOADER,
 }
 
-_OF_BOTH = {
+_SHARED_ARGUMENTS = {
     "cpu": "accelerator='cpu'",
     **_LOADER_CONFIGURATION,
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), _DEEPSPEED),
@@ -45,7 +45,7 @@ TRAINER_ARGUMENTS = {
     "gradient_accumulation_steps": "accumulate_grad_batches=",
     "gradient_accumulation_plugin": "accumulate_grad_batches=",
     "dataloader_config": "options of your DataLoader; see the page 'data'",
-    **_OF_BOTH,
+    **_SHARED_ARGUMENTS,
     "log_with": _LOGGERS,
     **dict.fromkeys(("project_dir", "project_config", "logging_dir"), "default_root_dir="),
     "step_scheduler_with_optimizer": _ONE_STEP_EACH,
@@ -61,7 +61,7 @@ ENGINE_ARGUMENTS = {
         "engine.no_backward_sync(model, enabled=...) around forward and backward",
     ),
     "dataloader_config": "options of your DataLoader",
-    **_OF_BOTH,
+    **_SHARED_ARGUMENTS,
     "even_batches": "nothing: engine.setup_dataloaders(loader, training=False) gives every sample once",
     **dict.fromkeys(("log_with", "project_dir", "project_config", "logging_dir"), _OWN_LOGGER),
     "step_scheduler_with_optimizer": "scheduler.step() in the loop",

@@ -215,7 +215,7 @@ _ENGINE = {
     **accelerate.ENGINE_MEMBERS,
 }
 
-_OF_BOTH = {
+_MODULE_AND_DATA = {
     **dict.fromkeys(
         ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
         "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
@@ -226,14 +226,14 @@ _OF_BOTH = {
 
 WORDS: dict[str, dict[str, str]] = {
     "LightningModule": {
-        **_OF_BOTH,
+        **_MODULE_AND_DATA,
         "configure_sharded_model": "configure_model",
         "fabric": "self.trainer; the Engine is for a loop of your own",
         "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module)",
         "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
     },
     "LightningDataModule": {
-        **_OF_BOTH,
+        **_MODULE_AND_DATA,
         "name": "type(self).__name__, or an attribute of your own",
         "size": "an attribute of your own",
     },

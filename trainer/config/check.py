@@ -223,7 +223,7 @@ class Checker:
     def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         parameters = constructor_parameters(cls)
-        annotations = {name: one.annotation for name, one in parameters.named.items()} | _OF_FILES.get(path, {})
+        annotations = {name: one.annotation for name, one in parameters.named.items()} | _FILE_ANNOTATIONS.get(path, {})
         values = {}
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
@@ -394,11 +394,11 @@ def needs_arguments(cls: Any, path: KeyPath, missing: Sequence[str]) -> str:
 
 def _names_a_class(node: Node) -> bool:
     name = entries(node).get("class_path")
-    return name is not None and bool(re.search(r"[.:]", str(name.value))) and entries(node).keys() <= _OF_A_CHOICE
+    return name is not None and bool(re.search(r"[.:]", str(name.value))) and entries(node).keys() <= _KEYS_OF_CLASS
 
 
-_OF_A_CHOICE = {"class_path", "init_args"}
-_OF_FILES: dict[KeyPath, dict[str, Any]] = {
+_KEYS_OF_CLASS = {"class_path", "init_args"}
+_FILE_ANNOTATIONS: dict[KeyPath, dict[str, Any]] = {
     ("lr_scheduler",): SCHEDULER_OPTIONS,
     ("trainer",): {"precision": str | int},  # no file can hold a Precision
 }

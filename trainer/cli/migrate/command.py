@@ -41,7 +41,7 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ven
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
-OF_CLI = re.compile(
+CLI_WORDS = re.compile(
     rb"\b(class_path|init_args|dict_kwargs|seed_everything)\b|^(model|data|trainer|optimizer|lr_scheduler)\.\w", re.M
 )
 """Words of LightningCLI's files, which need not name Lightning."""
@@ -98,7 +98,7 @@ def _names_lightning(file: Path, source: bytes) -> bool:
     """Whether a file names Lightning or this package, or is one of LightningCLI; any file of JSON, which is given."""
     if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name) or file.suffix == ".json":
         return True
-    return file.suffix in YAML and OF_CLI.search(source) is not None
+    return file.suffix in YAML and CLI_WORDS.search(source) is not None
 
 
 def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
