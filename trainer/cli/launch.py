@@ -249,12 +249,12 @@ def _machines(options: argparse.Namespace) -> Machines | None:
     if options.nodes > 1 or any(vars(options)[name.replace("-", "_")] for name in SLURM_ONLY):
         raise ConfigError("the options for Slurm need --slurm --print, which write a file for sbatch: add these two.")
     minimum, maximum = options.nnodes
-    if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
-        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:
         return None
+    if options.rdzv is None or options.rdzv[1] == 0:
+        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     host, port = options.rdzv
     return Machines(minimum, maximum, host, port, options.node_rank, options.rdzv_id, options.rdzv_conf)
 
