@@ -264,12 +264,13 @@ class Checker:
 
     def _keep_paths(self, node: Node, value: Any, path: KeyPath) -> bool:
         """Write paths, also those in pydantic's models, so that they mean the same from any folder; False for a URL."""
-        if isinstance(value, Path) and "://" in str(node.value):
-            words = f"{node.value} is a URL, which a Path changes. Annotate it as str | Path."
-            self.findings.add(node.source, f"{dotted(path)}: {words}")
-            return False
-        if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
-            node.value = str(value.absolute())
+        if isinstance(value, Path):
+            if "://" in str(node.value):
+                words = f"{node.value} is a URL, which a Path changes. Annotate it as str | Path."
+                self.findings.add(node.source, f"{dotted(path)}: {words}")
+                return False
+            if value.parts[:1] != ("~",):  # a path from ~ means the same from any folder
+                node.value = str(value.absolute())
         parts = children_of(node).items()
         return all(self._keep_paths(child, _part_of(value, name), (*path, name)) for name, child in parts)
 
