@@ -97,8 +97,9 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     place = str(path.relative_to(folder)) if path != folder else path.absolute().name
     one = RunSummary(path, with_name(place, path), "no checkpoint")
     checkpoints = path / CHECKPOINTS
-    read = {target.parent.name: read_json(target).get("info") for target in checkpoints.glob("*/manifest.json")}
-    infos = {name: _checked(info) for name, info in read.items() if mapping(info)}
+    manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
+    read = {name: mapping(manifest.get("info")) for name, manifest in manifests.items()}
+    infos = {name: _checked(info) for name, info in read.items() if info}
     _fill_in_times(one, infos)
     pointers = [read_json(checkpoints / name).get("checkpoint") for name in ("last.json", "best.json")]
     last, best = (infos.get(str(name)) for name in pointers)
