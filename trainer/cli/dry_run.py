@@ -40,9 +40,10 @@ DEVICES = {"auto": "cuda", "gpu": "cuda"}
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration or usage."""
-    results, output = [], sys.stdout
+    results, output, findings = [], sys.stdout, Diagnostics()
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
     with redirect_stdout(sys.stderr):  # whatever the user's files and DeepSpeed print: stdout has only the results
-        given, configuration, accelerator = _read(arguments)
+        configuration, accelerator = _read(given, overrides, findings)
         per_machine = _per_machine(given, configuration)
         for result in _checks(given, configuration, accelerator, per_machine):
             results.append(result)
@@ -73,10 +74,8 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe, str]:
-    """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
-    findings = Diagnostics()
-    given, overrides = _parser().parse_with_overrides(arguments, findings)
+def _read(given: argparse.Namespace, overrides: list[tuple[str, Node]], findings: Diagnostics) -> tuple[Recipe, str]:
+    """Return the checked configuration, and its accelerator, which this machine need not have."""
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
@@ -89,7 +88,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe, str]:
         asked.value, asked.text = "auto", None
     from trainer.config.loading import load
 
-    return given, load(tree, findings), accelerator
+    return load(tree, findings), accelerator
 
 
 def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:

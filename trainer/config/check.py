@@ -256,7 +256,7 @@ class Checker:
             words = f"{reference} is an attribute of the data's object, which is made later. Write the value here."
             self.findings.add(node.source, f"{dotted(path)}: {words}")
             return INVALID
-        if node.unreadable is not None:
+        if node.unreadable is not None and (accepts({}, annotation) or not accepts(node.text, annotation)):
             self.findings.add(node.source, node.unreadable)
             return INVALID
         value = self._checked(node, node.plain(), annotation, path)

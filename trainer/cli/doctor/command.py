@@ -40,9 +40,9 @@ def run(arguments: list[str]) -> int:
     from trainer.distributed.environment import detect_environment
 
     results, output = [], sys.stdout
+    findings, configuration = Diagnostics(), None
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
     with redirect_stdout(sys.stderr):  # whatever the user's files print: stdout has nothing but the results
-        findings, configuration = Diagnostics(), None
-        given, overrides = _parser().parse_with_overrides(arguments, findings)
         if given.config or overrides:
             configuration = recipe_of(given.config, overrides, findings)
         findings.report()
