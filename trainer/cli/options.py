@@ -211,15 +211,17 @@ def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) ->
     except ConfigError as error:
         findings.add(COMMAND_LINE, str(error))
         options, rest = parser.parse_known_args([])
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    own = [name for name in ("ckpt_path", "name", "weights", "allow_changes") if name in given]
-    options.overrides = overrides + [(name, as_node(given[name], COMMAND_LINE)) for name in own]
+    given = vars(options)
+    options.overrides = overrides
+    for name in ("ckpt_path", "name", "weights", "allow_changes"):
+        if given.get(name) is not None:
+            overrides.append((name, as_node(given[name], COMMAND_LINE)))
     options.help_of = next((helps[word] for word in arguments if word in helps), None)
-    options.ray = None
-    if "ray" in given:
+    words, options.ray = given.get("ray"), None
+    if words is not None:
         from trainer.cli.ray import read_ray
 
-        options.ray = read_ray(given["ray"], findings)
+        options.ray = read_ray(words, findings)
     for problem in _unknown(parser, rest):
         findings.add(COMMAND_LINE, problem)
     return options

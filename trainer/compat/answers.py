@@ -26,26 +26,33 @@ def member(owner: Any, name: str) -> Any:
     Raises:
         AttributeError: it has no value here; the message says what to use, if that is known.
     """
-    kind = type(owner)
-    if "ParallelStrategy" in _namesakes(kind):
+    kind = type(owner).__name__
+    theirs = _namesakes(type(owner))
+    if "ParallelStrategy" in theirs:
         if name in STRATEGY_ALIASES:
             return attrgetter(STRATEGY_ALIASES[name])(owner)
         if name in COLLECTIVES:
             from trainer.compat import collectives
 
             return partial(getattr(collectives, name), owner.processes)
-    words = member_words(kind, name)
+    words = _words_of(theirs, name)
     if words is None:
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-    raise AttributeError(f"{kind.__name__} has no attribute {name!r}. Use {words}.")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+    raise AttributeError(f"{kind} has no attribute {name!r}. Use {words}.")
 
 
 def member_words(kind: type, name: str) -> str | None:
     """Return what to use instead of a member of a class's namesakes in Lightning and Accelerate; None: not known."""
-    rows = [WORDS.get(one, {}) for one in _namesakes(kind)]
-    if "ParallelStrategy" in _namesakes(kind):
-        rows += [COLLECTIVES, {one: f"strategy.{path}" for one, path in STRATEGY_ALIASES.items()}]
-    return next((words[name] for words in rows if name in words), None)
+    return _words_of(_namesakes(kind), name)
+
+
+def _words_of(theirs: list[str], name: str) -> str | None:
+    for one in theirs:
+        if name in WORDS.get(one, ()):
+            return WORDS[one][name]
+    if "ParallelStrategy" not in theirs:
+        return None
+    return f"strategy.{STRATEGY_ALIASES[name]}" if name in STRATEGY_ALIASES else COLLECTIVES.get(name)
 
 
 def words_in(table: str) -> dict[str, str]:

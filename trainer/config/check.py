@@ -158,9 +158,8 @@ class Checker:
         Args:
             provided: arguments that are given when the object is made, and not in the configuration.
         """
-        where = dotted(path)
-        nested = entries(node).get("init_args")
-        name = entries(node).get("class_path")
+        where, chosen = dotted(path), entries(node)
+        nested, name = chosen.get("init_args"), chosen.get("class_path")
         if name is None or not isinstance(name.value, str):
             words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
             self.findings.add(node.source, f"{where}: given {repr_value(name or node)}, {words}")
@@ -189,12 +188,12 @@ class Checker:
         self, cls: Any, node: Node | None, path: KeyPath, source: Source, named_at: Source, provided: Sequence[str] = ()
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; missing ones without a default are a problem."""
-        arguments = self.arguments(node, cls, path)
-        missing = missing_arguments(cls, {*entries(node), *provided})
+        arguments, given = self.arguments(node, cls, path), entries(node)
+        missing = missing_arguments(cls, {*given, *provided})
         if missing and not (self.has_checkpoint and path == ("module",)):
             self.findings.add(named_at, needs_arguments(cls, path, missing))
         takes = [name for name in provided if name in constructor_parameters(cls).named]
-        return ClassSpec(cls, arguments, source, dotted(path), entries(node), takes)
+        return ClassSpec(cls, arguments, source, dotted(path), given, takes)
 
     def callable_spec(self, node: Node, signature: Any, path: KeyPath) -> Any:
         """Return a function, an object that can be called, or what makes objects of the class that a call returns."""
@@ -394,8 +393,9 @@ def needs_arguments(cls: Any, path: KeyPath, missing: Sequence[str]) -> str:
 
 
 def _names_a_class(node: Node) -> bool:
-    name = entries(node).get("class_path")
-    return name is not None and bool(re.search(r"[.:]", str(name.value))) and entries(node).keys() <= _KEYS_OF_CLASS
+    given = entries(node)
+    name = given.get("class_path")
+    return name is not None and bool(re.search(r"[.:]", str(name.value))) and given.keys() <= _KEYS_OF_CLASS
 
 
 _KEYS_OF_CLASS = {"class_path", "init_args"}

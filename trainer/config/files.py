@@ -240,13 +240,14 @@ class _YamlReader:
         self.loader = loader
         self.source = source
         self.findings = findings
-        self.open: list[Any] = []
+        self.open: list[int] = []
+        """The ids of the values around the one that is read."""
         self.values = 0
 
     def node(self, node: Any, where: Any) -> Node:
         """Return the node for a value. `where` is the YAML node whose line it gets: its key."""
         source = self.source.at(where.start_mark.line + 1)
-        if any(node is outer for outer in self.open):
+        if id(node) in self.open:
             self.findings.add(source, "this value contains itself, through an alias (*).")
             return Node(None, source)
         self.values += 1
@@ -255,7 +256,7 @@ class _YamlReader:
             raise UnreadableError(source, words)
         if len(self.open) > MAX_DEPTH:
             raise RecursionError
-        self.open.append(node)
+        self.open.append(id(node))
         try:
             if not isinstance(node, yaml.ScalarNode) and node.tag not in (f"{TAG}map", f"{TAG}seq"):
                 self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")

@@ -118,7 +118,7 @@ class Diagnostics:
             ConfigError: lists all problems: first the command line's, then file by file, from top to bottom.
         """
 
-        order = {name: number for number, name in enumerate(self.files)}
+        order = dict(zip(self.files, range(len(self.files)), strict=True))
 
         def position(problem: Problem) -> tuple[int, int]:
             source = problem.source or COMMAND_LINE
@@ -193,7 +193,7 @@ def _canonical_list(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
 
 def is_numbered(node: Node) -> bool:
     """Whether a value is a mapping of positions in a list, which changes elements of it."""
-    return bool(entries(node)) and all(map(is_index, entries(node)))
+    return isinstance(node.value, dict) and bool(node.value) and all(map(is_index, node.value))
 
 
 def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
