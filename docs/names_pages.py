@@ -9,7 +9,7 @@ import sys
 
 from trainer import Trainer
 from trainer.compat import accelerate
-from trainer.compat.names import ALIASES, COLLECTIVES, HOMES, MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import COLLECTIVES, HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, WORDS
 from trainer.names.aliases import Alias
 
 HEAD = """# Lightning's names
@@ -20,7 +20,7 @@ trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint impo
 is `TrainModule`, `LightningDataModule` is `DataModule`. Of the modules, the data modules and the Trainer every public
 name is here, or in a table below; of other classes and of Lightning's packages those that scripts use. A name in a
 table is answered by an error that says what the table says; `hasattr` and `getattr` with a default work, and `dir`
-shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
+shows no such name. The names are those of Lightning 2.
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use
@@ -77,8 +77,9 @@ def _section(name: str) -> str:
 
 def _rows(name: str) -> list[str]:
     """Return the rows of a class: names that are other ones here, and names that are not here."""
-    rows = [f"| `{one}` | `{path}` |" for one, path in ALIASES.get(name, {}).items()]
+    rows = []
     if name == "ParallelStrategy":
+        rows += [f"| `{one}` | `{path}` |" for one, path in STRATEGY_ALIASES.items()]
         rows += [f"| `{one}` | the same, by `strategy.processes` |" for one in COLLECTIVES]
     words = dict(WORDS.get(name, {}))
     if name == "Engine":

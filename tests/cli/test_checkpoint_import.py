@@ -241,7 +241,7 @@ def test_a_training_that_does_not_map_is_reported(tmp_path: Path) -> None:
     for state in (None, [{}, {}]):
         torch.save({"state_dict": layer.state_dict(), "optimizer_states": state}, tmp_path / "old.ckpt")
         said = convert(str(tmp_path / "old.ckpt"), str(tmp_path / "out"), force=True)
-        assert "starts anew" in said
+        assert "starts again" in said
         assert "exactly one optimizer" in said
 
 
@@ -282,4 +282,4 @@ def test_a_broken_training_leaves_the_weights(broken: dict[str, Any]) -> None:
     layer = torch.nn.Linear(2, 1)
     full = {"state_dict": layer.state_dict(), "optimizer_states": [torch.optim.SGD(layer.parameters()).state_dict()]}
     torch.save(full | broken, "old.ckpt")
-    assert "starts anew with these weights" in convert("old.ckpt", "new", force=False)
+    assert "starts again with these weights" in convert("old.ckpt", "new", force=False)

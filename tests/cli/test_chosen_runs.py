@@ -53,7 +53,7 @@ def test_checkpoints_may_lie_elsewhere(fit: Command, command: Command) -> None:
 def test_the_first_start_begins_anew_and_says_so(fit: Command) -> None:
     code, _, err = fit(*LAST)
     assert code == 0, err
-    assert err.splitlines()[0] == "note: there is no run below runs yet: the training begins"
+    assert err.splitlines()[0] == "note: there is no such run below runs yet: the training begins"
     assert step("runs/version_0") > 0
 
 
@@ -69,7 +69,7 @@ def test_without_an_equal_run_fit_lists_what_differs(fit: Command, command: Comm
     assert "run directory:  runs/version_1" in out
     code, out, err = fit("--module.lr", "0.3", "--name", "third", *LAST)
     assert code == 0, err
-    assert "there is no run 'third' below runs yet: the training begins" in err
+    assert "there is no such run below runs yet: the training begins" in err
     assert "run directory:  runs/version_2" in out
     refused(command, "validate", "--config", "run.yaml", "--module.lr", "0.7", *LAST)
 

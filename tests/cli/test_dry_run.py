@@ -107,7 +107,7 @@ def printed(out: str, subject: str) -> list[str]:
 
 def test_replicas_on_a_thousand_processes(dry: Command) -> None:
     out, _ = done(dry("--world-size", "1024", "--data.samples", "9000", "--trainer.accumulate_grad_batches", "2"))
-    assert printed(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
+    assert printed(out, "processes") == ["OK 1024 on cuda, 8 on each machine"]
     assert printed(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
     assert printed(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 data-parallel ranks = 8,192 samples"]
     (epoch,) = printed(out, "epoch")
@@ -242,11 +242,11 @@ def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
 def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
     for message in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
         out, _ = done(dry("--world-size", "8", "--no-data", *message))
-        assert printed(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
+        assert printed(out, "processes") == ["OK 8 on cuda, 8 on each machine"]
     code, out, _ = dry(
         "--no-data", "--trainer.accelerator", "cpu", "--trainer.devices", "4", "--trainer.num_nodes", "2"
     )
-    assert printed(out, "processes") == ["OK 8: 2 machines x 4 processes on cpu"]
+    assert printed(out, "processes") == ["OK 8 on cpu, 4 on each machine"]
     code, out, _ = dry("--no-data", "--world-size", "8", "--trainer.accelerator", "mps", "--trainer.strategy", "fsdp")
     assert code == 1
     assert "does not run on MPS" in printed(out, "strategy")[0]

@@ -221,7 +221,7 @@ def test_experts_are_split_in_layouts_of_a_mixture(command: Command, llama: str)
     mixtral = {**LLAMA_70B, "model_type": "mixtral", **sizes, "num_attention_heads": 8, "num_experts_per_tok": 2}
     Path(llama).write_text(json.dumps(mixtral))
     given = ("--config", llama, "--gpus", "64", "--memory", "80G", "--sequence", "8k")
-    assert "8 experts of 3584" in command("estimate", *given)[1]
+    assert "8 experts, MLPs of 3584" in command("estimate", *given)[1]
     splits = [FSDPStrategy(**one["strategy"]).layout for one in estimated(command, *given)["layouts"]]
     assert {split.expert for split in splits} == {1, 2, 4, 8}
     assert all(8 % (split.tensor * split.expert) == 0 for split in splits if split.expert > 1)

@@ -31,7 +31,6 @@ fti
 --verison
 train
 help ModelCheckpoin
-help fsdp ddp
 help mymodel.py
 completion bsh
 
@@ -87,7 +86,6 @@ fit --module bare.py:Bare --optimizer SGD --optimizer.learning_rate=1
 fit --module bare.py:Bare --optimizer torch.nn.Linear
 fit --module bare.py:Bare --lr_scheduler StepLR
 fit --module bare.py:Bare --optimizer SGD --lr_scheduler StepLR
-fit --module bare.py:Bare --optimizer SGD --lr_scheduler ReduceLROnPlateau
 fit --module bare.py:Bare --optimizer SGD --lr-scheduler StepLr
 
 fit --config run.yaml --dry-run
@@ -180,7 +178,6 @@ checkpoint
 checkpoint lst x
 checkpoint ls
 checkpoint ls nowhere
-checkpoint ls runs --metric val_los
 checkpoint ls runs --jsno
 checkpoint show runs/version_O
 checkpoint show runs/version_0 --ckpt bets

@@ -25,7 +25,7 @@ from trainer.callbacks import (
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
-from trainer.compat.names import ALIASES, HOMES, MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, WORDS
 from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
@@ -133,7 +133,8 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
-    if row in words or method in words or method in ALIASES.get(name, {}):
+    aliases = STRATEGY_ALIASES if name == "ParallelStrategy" else {}
+    if row in words or method in words or method in aliases:
         return True
     if not argument:
         return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)

@@ -267,10 +267,9 @@ def test_an_empty_section_over_settings_is_reported() -> None:
     for name, line in (("trainer", 3), ("module", 1)):
         _, problems, _ = merged(first, f"# empty\n{name}:")
         assert problems == [f"tree.yaml:2: {name} is empty, and replaces the values at tree.yaml:{line}. Remove it."]
-    value, problems, notes = merged(first, "data: null")
+    value, problems, _ = merged(first, "data: null")
     assert value["data"] is None
     assert problems == []
-    assert notes == ["tree.yaml:1: data is null, and replaces the values at tree.yaml:2."]
 
 
 def test_a_key_with_nothing_behind_it_is_named(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
+import re
 import textwrap
-from itertools import takewhile
-from typing import Any
 
 from trainer.cli.columns import WIDEST
+from trainer.cli.settings_help import shown
 from trainer.config.types import allowed, constructor_parameters
 
 PROVIDED = {("optimizer", "params"), ("lr_scheduler", "optimizer")}
@@ -31,7 +30,7 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
     option = f", or --{place}.NAME" if place else ""
     lines.append(f"arguments (init_args in a file{option}):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
-        default = "" if parameter.default in (parameter.empty, ...) else f" (default: {_shown(parameter.default)})"
+        default = "" if parameter.default in (parameter.empty, ...) else f" (default: {shown(parameter.default)})"
         lines.append(f"  {name}: {allowed(parameter.annotation)}{default}")
         lines += textwrap.wrap(described.get(name, ""), width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
@@ -39,21 +38,12 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
 
 def argument_texts(docstring: str) -> dict[str, str]:
     """Return what the section `Args:` of a docstring says of each argument."""
-    found: dict[str, str] = {}
-    lines = [line for line in docstring.partition("Args:\n")[2].splitlines() if line.strip()]
-    name, indent = "", len(lines[0]) - len(lines[0].lstrip()) if lines else 0
-    for line in takewhile(lambda line: line.startswith(" " * indent), lines):
-        if line[indent] != " ":
-            name, _, line = line.strip().partition(":")
-        found[name] = f"{found.get(name, '')} {line.strip()}".strip()
-    return found
+    section = textwrap.dedent(docstring.partition("Args:\n")[2].partition("\n\n")[0])
+    parts = (entry.partition(":") for entry in re.split(r"\n(?=\S)", section))
+    return {name: " ".join(text.split()) for name, _, text in parts}
 
 
 def _is_own_text(cls: type) -> bool:
     """Whether the docstring is about the class, or about a base of the same package."""
     owner = next((base for base in cls.__mro__ if vars(base).get("__doc__")), object)
     return owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
-
-
-def _shown(default: Any) -> str:
-    return json.dumps(default) if default is None or isinstance(default, bool) else repr(default)

@@ -20,12 +20,13 @@ COMMANDS = ("trainer ", "python ", "pip ", "eval ", "srun ", "torchrun ", "tenso
 
 def in_columns(rows: Iterable[Sequence[str]], right: Collection[int]) -> list[str]:
     """Return a line for each row; the columns of these numbers are aligned to the right."""
-    columns = [
-        [padded(cell, width, number in right) for cell in cells]
-        for number, cells in enumerate(zip(*rows, strict=True))
-        for width in [max(map(len, cells))]
-    ]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    table = list(rows)
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [padded(cell, widths[number], number in right) for number, cell in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def fitted_lines(

@@ -143,8 +143,6 @@ def options_of(command: str, word: str) -> dict[str, bool]:
 
     They are read from the lines of the help, which also has the trainer's arguments, unlike argparse.
     """
-    if command in ("completion", "help"):
-        return {}
     if command == "tune":
         text = make_parser(command, COMMANDS[command][1]).format_help() + DOTTED_HELP + arguments_help(command, 80)
     else:
@@ -174,8 +172,10 @@ def values() -> dict[str, list[str]]:
     found = {f"--trainer.{name}": list(names()) for name, names in NAMES.items()}
     for field in fields(Settings):
         choices = re.findall(r"'(\w+)'", "".join(re.findall(r"Literal\[(.*?)\]", str(field.type).replace('"', "'"))))
-        if choices or "bool" in str(field.type):
-            found[f"--trainer.{field.name}"] = choices + ["true", "false"] * ("bool" in str(field.type))
+        if "bool" in str(field.type):
+            choices += ["true", "false"]
+        if choices:
+            found[f"--trainer.{field.name}"] = choices
     found["--trainer.accelerator"] = list(ACCELERATORS)
     found |= {"--optimizer": optimizers(), "--lr_scheduler": schedulers(), "--preset": [*PRESETS]}
     for option, base in (("--trainer.callbacks", "Callback"), ("--trainer.logger", "Logger")):

@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +40,15 @@ DEVICES = {"auto": "cuda", "gpu": "cuda"}
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration or usage."""
-    results = []
-    # stdout holds nothing but the JSON, whatever the user's files and DeepSpeed print.
-    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
-        given, configuration, accelerator = _read(arguments)
+    results, output, findings = [], sys.stdout, Diagnostics()
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
+    with redirect_stdout(sys.stderr):  # whatever the user's files and DeepSpeed print: stdout has only the results
+        configuration, accelerator = _read(given, overrides, findings)
         per_machine = _per_machine(given, configuration)
         for result in _checks(given, configuration, accelerator, per_machine):
             results.append(result)
             if not given.json:
-                print(result.line(), flush=True)
+                print(result.line(), file=output, flush=True)
     print(as_json(results) if given.json else f"\n{summary(results)}; nothing was started, nothing written")
     return int(failed(results))
 
@@ -74,10 +74,8 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe, str]:
-    """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
-    findings = Diagnostics()
-    given, overrides = _parser().parse_with_overrides(arguments, findings)
+def _read(given: argparse.Namespace, overrides: list[tuple[str, Node]], findings: Diagnostics) -> tuple[Recipe, str]:
+    """Return the checked configuration, and its accelerator, which this machine need not have."""
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
@@ -90,7 +88,7 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe, str]:
         asked.value, asked.text = "auto", None
     from trainer.config.loading import load
 
-    return given, load(tree, findings), accelerator
+    return load(tree, findings), accelerator
 
 
 def _per_machine(given: argparse.Namespace, configuration: Recipe) -> int:
@@ -136,9 +134,7 @@ def _checks(
     strategy.processes = SingleProcess(world_size=world)
     problems = strategy.problems(precision, device_type, world)
     yield from (CheckResult("FAIL", "strategy", problem) for problem in problems)
-    machines = world // per_machine
-    processes = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
-    yield CheckResult("OK", "processes", f"{world}: {processes}")
+    yield CheckResult("OK", "processes", f"{world} on {device_type}, {per_machine} on each machine")
     try:
         trainer = _trainer(configuration)
     except (ConfigError, ValueError) as error:
@@ -225,7 +221,7 @@ def _data(
     try:
         with default_dtype(config.precision.weights):
             module = instantiate(configuration.module) if configuration.data is None else _bare(configuration)
-        datamodule = instantiate(configuration.data) if look and configuration.data is not None else None
+        datamodule = instantiate(configuration.data) if look else None
         check_call(config, None, "fit", module, {}, datamodule, None)
         if not look:
             return
@@ -280,10 +276,8 @@ def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterato
     last_window, last = batches - (number - 1) * window, samples - (number - 1) * global_batch
     words = f"{samples:,} samples in {number:,} steps"
     words += f"; the last one has {last:,} of {global_batch:,} samples, in {last_window} of {window} micro-batches"
-    fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
-    if number == 1:
-        fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-    yield check_result("WARN", last < global_batch and (number == 1 or last * 2 < global_batch), "epoch", words, fix)
+    fix = "Fewer processes or smaller micro-batches make that step fuller, and drop_last=True leaves it out."
+    yield check_result("WARN", last * 2 < global_batch, "epoch", words, fix)
 
 
 def _memory(
@@ -307,7 +301,7 @@ def _memory(
     where = f"{name}, stage {memory.stage}" if layout.pipeline > 1 else name
     kept = "not counted" if memory.activations is None else f"about {gib(memory.activations)}"
     text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, activations {kept}"
-    text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
+    text += f"; {gib(memory.host)} on the host for each process"
     limit = given.device_memory or math.inf
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]

@@ -9,7 +9,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_text
-from trainer.cli.run import Job, relative, run_command, table
+from trainer.cli.run import Job, run_command, table
+from trainer.config.tree import relative
 from trainer.runs.terminal import columns_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
     lines = []
     if metrics:
         values = {name: float(value) for name, value in metrics.items()}
-        lines += [f"after {steps} step{'s' * (steps != 1)}:", table([values])]
+        lines += [f"after {steps} {'step' if steps == 1 else 'steps'}:", table([values])]
     if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
     places = {"run directory:": "", "configuration:": "config.yaml", "checkpoints:": "checkpoints"}
@@ -93,5 +94,5 @@ def next_command(run_dir: Path) -> list[str]:
 def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
     found = [location for callback in callbacks if (location := callback.output_location()) is not None]
-    # Without a colon at its end it is a command, to be typed with the path.
-    return [f"{label:<15} {relative(path) if label.endswith(':') else quote(relative(path))}" for label, path in found]
+    # Some labels are commands, to be typed with the path.
+    return [f"{label:<15} {quote(relative(path))}" for label, path in found]

@@ -36,8 +36,6 @@ def run(arguments: list[str]) -> int:
     name = arguments[0]
     if name in COMMANDS:
         return dispatch([*arguments, "--help"])
-    if arguments[1:]:
-        raise ConfigError(f"unexpected {arguments[1]!r}: trainer help takes one name, or a command of several words.")
     precision = SHORT_PRECISIONS.get(name, name)
     if precision in precisions():
         print_fitted(f"precision {precision}: {precisions()[precision]} (--trainer.precision {precision})")

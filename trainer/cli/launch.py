@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"{parser.unknown(unknown[0])}{_instead_of(unknown[0])} See {parser.prog} --help.")
     command = _command(options)
     if options.slurm:
-        return _slurm(options)
+        return _slurm(options, command)
     machines = _machines(options)
     if options.program[0] != "trainer" or options.module:  # our command reports it
         for note in collisions([Path.cwd() if options.module else local_path(command[0]).absolute().parent]):
@@ -219,14 +219,18 @@ def _command(options: argparse.Namespace) -> list[str]:
     if not program:
         raise ConfigError("nothing to launch: give a script, -m MODULE or a trainer command.")
     if program[0] == "trainer" and not options.module:
-        # -P: not the user's own trainer.py.
-        return [*(["-P"] if shadow([Path.cwd()]) is not None else []), "-m", *program]
+        return [*_isolation(), "-m", *program]
     if options.module:
         return ["-m", *program]
     script = local_path(program[0])
     if not script.is_file():
         raise ConfigError(f"there is no script {program[0]!r} in {os.getcwd()}. Is it a module? Write -m before it.")
     return [str(script), *program[1:]]
+
+
+def _isolation() -> list[str]:
+    """Return the option with which Python does not import the user's own trainer.py, where there is one."""
+    return [] if shadow([Path.cwd()]) is None else ["-P"]
 
 
 def _instead_of(option: str) -> str:
@@ -242,17 +246,15 @@ def _machines(options: argparse.Namespace) -> Machines | None:
     """Return the machines that take part; None: only this one."""
     from trainer.launchers.multinode import Machines
 
-    slurms = [f"--{name}" for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
-    if slurms or options.nodes > 1:
-        words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
-        raise ConfigError(f"{', '.join(slurms or ['--nodes'])}: {words}")
+    if options.nodes > 1 or any(vars(options)[name.replace("-", "_")] for name in SLURM_ONLY):
+        raise ConfigError("the options for Slurm need --slurm --print, which write a file for sbatch: add these two.")
     minimum, maximum = options.nnodes
-    if maximum > 1 and (options.rdzv is None or options.rdzv[1] == 0):
-        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     if (options.node_rank or 0) >= maximum:
         raise ConfigError(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1}.")
     if maximum == 1:
         return None
+    if options.rdzv is None or options.rdzv[1] == 0:
+        raise ConfigError(f"--nnodes {maximum} machines have to meet: give --rdzv HOST:PORT, the same on all.")
     host, port = options.rdzv
     return Machines(minimum, maximum, host, port, options.node_rank, options.rdzv_id, options.rdzv_conf)
 
@@ -270,12 +272,12 @@ def _number_of_processes(given: str | None) -> int:
     return found
 
 
-def _slurm(options: argparse.Namespace) -> int:
+def _slurm(options: argparse.Namespace, command: list[str]) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
     if options.nnodes[1] not in (1, options.nodes) or options.rdzv:
         raise ConfigError("with --slurm the machines are --nodes and meet automatically: leave --nnodes, --rdzv out.")
-    print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
+    print(sbatch_file(options, command, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0
 
 
@@ -283,11 +285,12 @@ _PLAIN = ("gpus_per_node", "time", "partition", "account", "qos", "constraint", 
 _WARN_S = 120
 
 
-def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
+def sbatch_file(options: argparse.Namespace, command: list[str], typed: list[str]) -> str:
     """Return a batch script: one process per GPU, a signal before the time limit, and a requeue after saving.
 
     Args:
         options: the options of `trainer launch`.
+        command: the arguments that make Python run the program.
         typed: the command line, which the file quotes.
 
     Raises:
@@ -319,25 +322,24 @@ def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
             "# a step and a save together may take longer.",
             "export TRAINER_REQUEUE=1",
             "",
-            *_run(options, processes, launcher),
+            *_run(options, command, processes, launcher),
             "",
         ]
     )
 
 
-def _run(options: argparse.Namespace, processes: int, launcher: bool) -> list[str]:
-    program = shlex.join([*(["-m"] if options.module else []), *(word for word in options.program if word != "--")])
-    of_trainer = not options.module and options.program[0] == "trainer"
+def _run(options: argparse.Namespace, command: list[str], processes: int, launcher: bool) -> list[str]:
     python = shlex.quote(sys.executable)
     # srun does not inherit --cpus-per-task from sbatch.
     cores = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     stop_all = f"srun --kill-on-bad-exit=1{cores}"
-    isolated = "-P " if shadow([Path.cwd()]) is not None else ""
     if not launcher:
         return [
             "# One task per process: they find each other by Slurm's variables. The first that fails ends the others.",
-            f"{stop_all} {python} {f'{isolated}-m ' if of_trainer else ''}{program}",
+            f"{stop_all} {python} {shlex.join(command)}",
         ]
+    isolated = "".join(f"{word} " for word in _isolation())
+    program = shlex.join([*(["-m"] if options.module else []), *(word for word in options.program if word != "--")])
     return [
         "# One launcher per machine, which starts the processes there, and starts all again after a failure. They meet",
         "# on the first machine, at a port that follows from the number of the job.",

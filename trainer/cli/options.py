@@ -6,20 +6,18 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.arguments import whole_number
 from trainer.cli.columns import fitted_text
 from trainer.cli.main import usage_error
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
+from trainer.config.tree import COMMAND_LINE, MAX_DEPTH, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
 from trainer.runs.terminal import columns_of
 from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
-    from trainer.cli.ray import RayOptions
     from trainer.config.loading import Recipe
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
@@ -46,22 +44,6 @@ any value of the configuration (read as YAML; laid over the files):
 """
 
 
-@dataclass
-class Options:
-    """A parsed command line."""
-
-    config: list[str] = field(default_factory=list)
-    print_config: bool = False
-    traceback: bool = False
-    """Errors are shown with their traceback."""
-    help_of: str | None = None
-    """"module" or "data": show the arguments of that class, and run nothing."""
-    overrides: list[tuple[str, Node]] = field(default_factory=list)
-    """Dotted names and values; `--ckpt-path` is one of them."""
-    ray: RayOptions | None = None
-    """Options of `fit --ray`: train in Ray's workers."""
-
-
 class CommandParser(argparse.ArgumentParser):
     """The argument parser of a command: takes no abbreviations, and raises a ConfigError where argparse would exit."""
 
@@ -79,8 +61,6 @@ class CommandParser(argparse.ArgumentParser):
         self, arguments: list[str], findings: Diagnostics
     ) -> tuple[argparse.Namespace, list[tuple[str, Node]]]:
         """Return the options, and the dotted ones as names and values; problems with these go to `findings`."""
-        if "-h" in arguments or "--help" in arguments:
-            return self.parse_args(["--help"]), []  # prints it and exits
         overrides, fixed = overrides_of(arguments, findings)
         return self.parse(fixed), overrides
 
@@ -161,10 +141,8 @@ def make_parser(command: str, summary: str) -> CommandParser:
         parser.add_argument("--weights", metavar="PATH", help=words)
         words = "check a training on many processes, and start none: trainer fit --dry-run --help"
         parser.add_argument("--dry-run", action="store_true", help=words)
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(ray=None)
-    if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -186,8 +164,6 @@ def recipe_of(
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
     """Return the dotted options of a command line as names and values, and all other words."""
-    from trainer.config.files import MAX_DEPTH, read_value
-
     fixed: list[str] = []
     overrides = []
     for option, name, value in _split(arguments, fixed):
@@ -197,6 +173,8 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
         elif not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]} is not a name: write --trainer.max_epochs.")
         else:
+            from trainer.config.files import read_value
+
             node = read_value(value, option)
             overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
@@ -218,27 +196,32 @@ def with_underscores(name: str) -> str:
     return ".".join([part.replace("-", "_") for part in parts[:deep]] + parts[deep:])
 
 
-def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> Options:
-    """Parse a command line; problems go to `findings`."""
+def parse(parser: CommandParser, arguments: list[str], findings: Diagnostics) -> argparse.Namespace:
+    """Return the options of a command line; problems go to `findings`.
+
+    Added to the parser's options are `overrides`, dotted names and values, among which are `--ckpt-path` and the like;
+    and `help_of`: "module" or "data" to show the arguments of that class.
+    """
     from trainer.config.files import as_node
 
-    options = Options()
     helps = {f"--{root}.help": root for root in ("module", "data")}
-    options.help_of = next((helps[word] for word in arguments if word in helps), None)
-    options.overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
+    overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
     try:
-        known, rest = parser.parse_known_args([with_hyphens(word) for word in fixed])
+        options, rest = parser.parse_known_args([with_hyphens(word) for word in fixed])
     except ConfigError as error:
         findings.add(COMMAND_LINE, str(error))
-        return options
-    options.config, options.print_config, options.traceback = known.config, known.print_config, known.traceback
+        options, rest = parser.parse_known_args([])
+    given = vars(options)
+    options.overrides = overrides
     for name in ("ckpt_path", "name", "weights", "allow_changes"):
-        if (value := getattr(known, name, None)) is not None:
-            options.overrides.append((name, as_node(value, COMMAND_LINE)))
-    if known.ray is not None:
+        if given.get(name) is not None:
+            overrides.append((name, as_node(given[name], COMMAND_LINE)))
+    options.help_of = next((helps[word] for word in arguments if word in helps), None)
+    words, options.ray = given.get("ray"), None
+    if words is not None:
         from trainer.cli.ray import read_ray
 
-        options.ray = read_ray(known.ray, findings)
+        options.ray = read_ray(words, findings)
     for problem in _unknown(parser, rest):
         findings.add(COMMAND_LINE, problem)
     return options

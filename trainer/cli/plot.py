@@ -55,11 +55,9 @@ def run(arguments: list[str]) -> int:
     options = parser.parse(arguments)
     output = local_path(options.output)
     if output.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--output {output}: {output.suffix or 'no ending'} is none of {', '.join(FORMATS)}.")
+        raise ConfigError(f"--output {output}: give a name that ends with one of {', '.join(FORMATS)}.")
     if not 0 <= options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth:g}: give a number from 0 that is less than 1.")
-    if not output.parent.is_dir():
-        raise ConfigError(f"there is no folder {output.parent}: make it first, or write somewhere else.")
     found = curves_of(options.runs)
     curves = chosen(found, options.metric)
     draw(curves, output, options.smooth, options.log)
@@ -73,18 +71,16 @@ def curves_of(paths: list[str]) -> Curves:
     """Return the curves of runs, or of all runs below folders.
 
     Raises:
-        ConfigError: a path does not exist, or has no logged values.
+        ConfigError: there are no logged values at a path.
     """
     found: dict[Path, dict[str, list[tuple[int, float]]]] = {}
     for text in paths:
         path = local_path(text)
-        if not path.exists():
-            close = did_you_mean(path.name, [one.name for one in path.parent.glob("*")])
-            raise ConfigError(f"there is no {text!r}.{close} Give the directory of a run, or a folder with runs below.")
         runs = [path] if path.is_file() else sorted(run_directories(path), key=by_numbers)
         here = {one.parent if one.is_file() else one: metrics for one in runs if (metrics := read_metrics(one))}
         if not here:
-            raise ConfigError(f"{text} has no logged values. Give a run with Trainer(logger=[CSVLogger()]).")
+            fix = "Give the directory of a run with Trainer(logger=[CSVLogger()]), or a folder with such runs below."
+            raise ConfigError(f"{text!r} has no logged values. {fix}")
         found |= here
     hyperparameters = {folder: summary_of(folder, folder).hyperparameters for folder in found}
     varied = differing([*hyperparameters.values()])[:MOST_VALUES]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainer.cli.run import Job, run_command
-
-if TYPE_CHECKING:
-    from trainer.config.loading import Recipe
 
 EXAMPLES = """\
   trainer predict --config runs/version_0/config.yaml --ckpt-path best
@@ -17,13 +12,7 @@ EXAMPLES = """\
 
 def run(arguments: list[str]) -> int:
     """Run prediction and write the files. Returns the exit code."""
-    return run_command("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
-
-
-def _write_predictions(configuration: Recipe) -> None:
-    from trainer.callbacks.prediction_writer import PredictionWriter
-
-    configuration.add_callback(PredictionWriter)
+    return run_command("predict", arguments, EXAMPLES, _predict)
 
 
 def _predict(job: Job) -> None:

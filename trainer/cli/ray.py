@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
-from trainer.config.tree import COMMAND_LINE, Diagnostics
-from trainer.errors import ConfigError, TrainerError, did_you_mean, require_package
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
+from trainer.errors import ConfigError, TrainerError, require_package
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,27 +37,14 @@ class RayOptions:
 
 def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     """Parse the options; problems go to `findings`."""
-    from trainer.arguments import options_of
+    from trainer.config.check import Checker
     from trainer.config.files import read_value
-    from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
+    from trainer.config.specs import INVALID
 
-    parameters = constructor_parameters(RayOptions).named
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name not in parameters:
-            hint = did_you_mean(name, parameters)
-            findings.add(COMMAND_LINE, f"--ray: unknown {name!r}.{hint} Known: {', '.join(parameters)}.")
-        elif not equals:
-            findings.add(COMMAND_LINE, f"--ray {name} needs a value: --ray {name}=VALUE.")
-        elif str in options_of(annotation := parameters[name].annotation):
-            values[name] = text
-        else:
-            try:
-                values[name] = validate(read_value(text, f"--ray {name}").plain(), annotation)
-            except TypeMismatchError:
-                findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {allowed(annotation)}.")
-    return RayOptions(**values)
+    pairs = [word.partition("=") for word in words]
+    given = {name: read_value(text, f"--ray {name}") for name, _, text in pairs}
+    values = Checker(findings).arguments(Node(given, COMMAND_LINE), RayOptions, ("--ray",))
+    return RayOptions(**{name: value for name, value in values.items() if value is not INVALID})
 
 
 def fit_on_ray(options: RayOptions, configuration: Recipe) -> int:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli.collisions import collisions
 from trainer.cli.columns import help_width, in_columns, print_fitted
 from trainer.cli.main import COMMANDS, usage_error
-from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse, recipe_of
+from trainer.cli.options import DOTTED_HELP, make_parser, parse, recipe_of
 from trainer.cli.settings_help import arguments_help
-from trainer.config.tree import Diagnostics
+from trainer.config.tree import Diagnostics, relative
 from trainer.errors import ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
 
@@ -39,34 +39,24 @@ class Job:
     ckpt_path: str | None
     allow_changes: list[str]
     weights: str | None
-    config: list[str]
-    """The configuration files' names on the command line."""
 
 
-def run_command(
-    command: str,
-    arguments: list[str],
-    examples: str,
-    act: Callable[[Job], None],
-    prepare: Callable[[Recipe], None] | None = None,
-) -> int:
+def run_command(command: str, arguments: list[str], examples: str, act: Callable[[Job], None]) -> int:
     """Run a command. Returns the exit code.
 
     Args:
         examples: text for `--help`.
         act: function that runs the job and prints the result.
-        prepare: function that changes the checked configuration before anything is built.
     """
     parser = make_parser(command, COMMANDS[command][1])
-    traced = "--traceback" in arguments
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help())
         print_fitted(f"{DOTTED_HELP}\n{arguments_help(command, help_width())}\nexamples:\n{examples}")
         return 0
 
+    findings = Diagnostics()
+    options = parse(parser, arguments, findings)
     try:
-        findings = Diagnostics()
-        options = parse(parser, arguments, findings)
         if options.help_of is not None:
             from trainer.config.read import merged
 
@@ -88,26 +78,29 @@ def run_command(
             from trainer.cli.ray import fit_on_ray
 
             return fit_on_ray(options.ray, configuration)
-        if prepare is not None:
-            prepare(configuration)
+        if command == "predict":
+            from trainer.callbacks.prediction_writer import PredictionWriter
+
+            configuration.add_callback(PredictionWriter)
         from trainer.config.chosen_run import choose_run
         from trainer.config.from_checkpoint import take_hyperparameters
 
         for line in choose_run(configuration, options.config, command):
             _print_note(line)
-        for line in take_hyperparameters(configuration) if command != "fit" else ():
-            _print_note(line)
+        if command != "fit":
+            for line in take_hyperparameters(configuration):
+                _print_note(line)
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
-        return _with_traceback(error, 2) if traced else usage_error(str(error))
+        return _with_traceback(error, 2) if options.traceback else usage_error(str(error))
     if command in ("validate", "test", "predict") and configuration.ckpt_path is None:
         note = "no --ckpt-path was given: the weights are those that the module begins with, not trained ones"
         _print_note(f"{note} (--ckpt-path best, last, or a path).")
     start = configuration.ckpt_path, configuration.allow_changes, configuration.weights
-    return _run(act, Job(trainer, module, data, *start, options.config), traced)
+    return _run(act, Job(trainer, module, data, *start), options.traceback)
 
 
-def _load(command: str, options: Options, findings: Diagnostics) -> Recipe:
+def _load(command: str, options: argparse.Namespace, findings: Diagnostics) -> Recipe:
     if not options.config and not options.overrides and not findings.problems:
         raise ConfigError(f"nothing to {command}: give --config run.yaml, or --module file.py:Class.")
     configuration = recipe_of(options.config, options.overrides, findings, command)
@@ -154,12 +147,6 @@ def print_results(job: Job, title: str, results: list[dict[str, float]]) -> None
     trainer = job.trainer
     where = f"\nrun directory:  {relative(trainer.run_dir)}" if trainer.loggers and trainer.run_dir.is_dir() else ""
     trainer.print(f"{title}:\n{table(results)}{where}")
-
-
-def relative(path: Path) -> str:
-    """Return a path relative to the current folder where that is shorter."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)
 
 
 def table(results: list[dict[str, float]]) -> str:

@@ -80,7 +80,7 @@ def schema() -> dict[str, Any]:
             "optimizer": _or_null(_choice(table_of((Optimizer,)))),
             "lr_scheduler": _or_null(_choice(table_of((LRScheduler,)), beside=SCHEDULER_OPTIONS)),
             "ckpt_path": {"type": ["string", "null"], "description": "last, best, or the path of a checkpoint."},
-            "allow_changes": {"type": "array", "items": {"type": "string"}},
+            "allow_changes": {"type": ["array", "null"], "items": {"type": "string"}},
             "name": {"type": ["string", "null"], "description": "The name of the run."},
             "vars": {"type": ["object", "null"], "description": "Values for references: ${vars.NAME}."},
             "weights": {"type": ["string", "null"], "description": "Pretrained weights to start from."},
@@ -151,11 +151,8 @@ def _object(class_path: dict[str, Any], arguments: dict[str, Any], beside: Itera
 
 def _or_null(described: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that takes null, too: the default, or nothing of the kind."""
-    if "anyOf" not in described:
-        return {"anyOf": [described, NULL]}
-    options = described["anyOf"]
-    return described | {"anyOf": options if NULL in options else [*options, NULL]}
+    return {"anyOf": [described, NULL]} | _words(described)
 
 
 def _words(described: dict[str, Any]) -> dict[str, Any]:
-    return {"description": described["description"]} if "description" in described else {}
+    return {"description": described.get("description", "")}

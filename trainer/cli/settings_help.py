@@ -40,7 +40,7 @@ def arguments_help(command: str, width: int) -> str:
     for field in fields(Settings):
         if command != "fit" and field.name in TRAINING_ONLY:
             continue
-        lines.append(f"  --trainer.{field.name} {_readable(str(field.type))} (default: {_as_yaml(field.default)})")
+        lines.append(f"  --trainer.{field.name} {_readable(str(field.type))} (default: {shown(field.default)})")
         text = field.metadata["help"]
         if field.name in NAMES:
             text += f" The names are {', '.join(NAMES[field.name]())}."
@@ -53,5 +53,6 @@ def _readable(annotation: str) -> str:
     return re.sub(r"Literal\[(.*?)\]", lambda choice: choice[1].replace(", ", " | "), annotation)
 
 
-def _as_yaml(default: Any) -> str:
-    return json.dumps(default) if default is None or isinstance(default, bool) else str(default)
+def shown(default: Any) -> str:
+    """Return a default as a help shows it: null, true and false as in a file."""
+    return json.dumps(default) if default is None or isinstance(default, bool) else repr(default)

@@ -27,24 +27,29 @@ _LOADER_CONFIGURATION = {
     "use_stateful_dataloader": _ANY_LOADER,
 }
 
-TRAINER_ARGUMENTS = {
-    "device_placement": "nothing: the module and its batches are moved to trainer.device",
-    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
-    "gradient_accumulation_steps": "accumulate_grad_batches=",
-    "gradient_accumulation_plugin": "accumulate_grad_batches=",
+_SHARED_ARGUMENTS = {
     "cpu": "accelerator='cpu'",
-    "dataloader_config": "options of your DataLoader; see the page 'data'",
     **_LOADER_CONFIGURATION,
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), _DEEPSPEED),
     "fsdp_plugin": f"strategy=FSDPStrategy(...) {_OF_TRAINER_STRATEGIES}",
     "torch_tp_plugin": f"strategy=FSDPStrategy(tensor_parallel=N) {_OF_TRAINER_STRATEGIES}",
     **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), f"strategy={_PARALLEL} {_OF_TRAINER_STRATEGIES}"),
+    "kwargs_handlers": _KWARGS,
+    **dict.fromkeys(("fp8_recipe", "fp8_backend", "fp8_recipe_handler"), _FP8),
+}
+"""The arguments that are answered alike for a Trainer and an Engine."""
+
+TRAINER_ARGUMENTS = {
+    "device_placement": "nothing: the module and its batches are moved to trainer.device",
+    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
+    "gradient_accumulation_steps": "accumulate_grad_batches=",
+    "gradient_accumulation_plugin": "accumulate_grad_batches=",
+    "dataloader_config": "options of your DataLoader; see the page 'data'",
+    **_SHARED_ARGUMENTS,
     "log_with": _LOGGERS,
     **dict.fromkeys(("project_dir", "project_config", "logging_dir"), "default_root_dir="),
     "step_scheduler_with_optimizer": _ONE_STEP_EACH,
-    "kwargs_handlers": _KWARGS,
     **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
-    **dict.fromkeys(("fp8_recipe", "fp8_backend", "fp8_recipe_handler"), _FP8),
 }
 """Arguments of `Accelerator`, and of `DataLoaderConfiguration`, which it had before -> for a Trainer."""
 
@@ -55,19 +60,12 @@ ENGINE_ARGUMENTS = {
         ("gradient_accumulation_steps", "gradient_accumulation_plugin"),
         "engine.no_backward_sync(model, enabled=...) around forward and backward",
     ),
-    "cpu": "accelerator='cpu'",
     "dataloader_config": "options of your DataLoader",
-    **_LOADER_CONFIGURATION,
+    **_SHARED_ARGUMENTS,
     "even_batches": "nothing: engine.setup_dataloaders(loader, training=False) gives every sample once",
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), _DEEPSPEED),
-    "fsdp_plugin": f"strategy=FSDPStrategy(...) {_OF_TRAINER_STRATEGIES}",
-    "torch_tp_plugin": f"strategy=FSDPStrategy(tensor_parallel=N) {_OF_TRAINER_STRATEGIES}",
-    **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), f"strategy={_PARALLEL} {_OF_TRAINER_STRATEGIES}"),
     **dict.fromkeys(("log_with", "project_dir", "project_config", "logging_dir"), _OWN_LOGGER),
     "step_scheduler_with_optimizer": "scheduler.step() in the loop",
-    "kwargs_handlers": _KWARGS,
     **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "torch.compile(module) before engine.setup"),
-    **dict.fromkeys(("fp8_recipe", "fp8_backend", "fp8_recipe_handler"), _FP8),
 }
 """The same -> for an Engine."""
 

@@ -7,12 +7,12 @@ from operator import attrgetter
 from typing import Any
 
 from trainer.compat.names import (
-    ALIASES,
     COLLECTIVES,
     ENGINE_ARGUMENTS,
     FORMER_HOOKS,
     OTHER_PRECISIONS,
     OTHER_STRATEGIES,
+    STRATEGY_ALIASES,
     STRATEGY_OPTIONS,
     THEIRS,
     TRAINER_ARGUMENTS,
@@ -26,16 +26,16 @@ def member(owner: Any, name: str) -> Any:
     Raises:
         AttributeError: it has no value here; the message says what to use, if that is known.
     """
-    theirs = [THEIRS.get(kind.__name__, kind.__name__) for kind in _ours(type(owner))]
-    path = next((ALIASES[one][name] for one in theirs if name in ALIASES.get(one, {})), None)
-    if path is not None:
-        return attrgetter(path)(owner)
-    if "ParallelStrategy" in theirs and name in COLLECTIVES:
-        from trainer.compat import collectives
-
-        return partial(getattr(collectives, name), owner.processes)
-    words = member_words(type(owner), name)
     kind = type(owner).__name__
+    theirs = _namesakes(type(owner))
+    if "ParallelStrategy" in theirs:
+        if name in STRATEGY_ALIASES:
+            return attrgetter(STRATEGY_ALIASES[name])(owner)
+        if name in COLLECTIVES:
+            from trainer.compat import collectives
+
+            return partial(getattr(collectives, name), owner.processes)
+    words = _words_of(theirs, name)
     if words is None:
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
     raise AttributeError(f"{kind} has no attribute {name!r}. Use {words}.")
@@ -43,15 +43,16 @@ def member(owner: Any, name: str) -> Any:
 
 def member_words(kind: type, name: str) -> str | None:
     """Return what to use instead of a member of a class's namesakes in Lightning and Accelerate; None: not known."""
-    for one in _ours(kind):
-        theirs = THEIRS.get(one.__name__, one.__name__)
-        if name in WORDS.get(theirs, {}):
-            return WORDS[theirs][name]
-        if theirs == "ParallelStrategy" and name in COLLECTIVES:
-            return COLLECTIVES[name]
-        if name in ALIASES.get(theirs, {}):
-            return f"strategy.{ALIASES[theirs][name]}"
-    return None
+    return _words_of(_namesakes(kind), name)
+
+
+def _words_of(theirs: list[str], name: str) -> str | None:
+    for one in theirs:
+        if name in WORDS.get(one, ()):
+            return WORDS[one][name]
+    if "ParallelStrategy" not in theirs:
+        return None
+    return f"strategy.{STRATEGY_ALIASES[name]}" if name in STRATEGY_ALIASES else COLLECTIVES.get(name)
 
 
 def words_in(table: str) -> dict[str, str]:
@@ -65,10 +66,13 @@ def argument_words(kind: str) -> dict[str, str]:
     """Return what to use instead of arguments of the constructor of a class's namesakes, by name."""
     more = {"Trainer": TRAINER_ARGUMENTS, "Engine": ENGINE_ARGUMENTS}
     of_kind = STRATEGY_OPTIONS if kind.endswith("Strategy") else more.get(kind, {})
-    theirs = [THEIRS.get(kind, kind), *["ParallelStrategy"] * kind.endswith("Strategy")]
-    rows = [row for one in theirs for row in WORDS.get(one, {}).items()]
-    return {**{name[1:-1]: words for name, words in rows if name.startswith("(")}, **of_kind}
+    rows = WORDS.get(THEIRS.get(kind, kind), {})
+    if kind.endswith("Strategy"):
+        rows = {**rows, **WORDS["ParallelStrategy"]}
+    return {**{name[1:-1]: words for name, words in rows.items() if name.startswith("(")}, **of_kind}
 
 
-def _ours(kind: type) -> list[type]:
-    return [one for one in kind.__mro__ if one.__module__.startswith("trainer.")]
+def _namesakes(kind: type) -> list[str]:
+    """Return the names that Lightning has for a class and its bases."""
+    ours = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("trainer.")]
+    return [THEIRS.get(name, name) for name in ours]

@@ -1,7 +1,7 @@
 """Lightning's public names and their equivalents here: one table, in strings only.
 
-A name is here under the same name, has another name here (`ALIASES`, `NAMES`), or is answered in words (`WORDS`,
-`NAMES`). The names are those of Lightning 2. Nothing imports this file before a name is missed: see `names.misses`.
+A name is here under the same name, has another name here (`STRATEGY_ALIASES`, `NAMES`), or is answered by what to use
+(`WORDS`, `NAMES`). All are names of Lightning 2. Nothing imports this file before a name is missed: see `names.misses`.
 `docs/names_pages.py` writes `docs/lightning-names.md` of it; a test compares it with the installed Lightning.
 """
 
@@ -11,7 +11,7 @@ from trainer.compat import accelerate
 
 NAMES: dict[str, str] = {
     # Names that modules and packages export, with the path of the module where another one has the name, too.
-    # "module:name" is imported; other texts are answers in words.
+    # "module:name" is imported; other texts say what to use.
     "LightningModule": "trainer.module:TrainModule",
     "LightningDataModule": "trainer.data.datamodule:DataModule",
     "TrainModule": "trainer.module:TrainModule",
@@ -208,34 +208,33 @@ _ENGINE = {
     "node_rank": "engine.global_rank and local_rank",
     "accelerator": "engine.device",
     "call": "a call in the loop; callbacks belong to a Trainer",
-    **dict.fromkeys(("log", "log_dict"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"),
     **dict.fromkeys(
-        ("logger", "loggers"), "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer"
+        ("log", "log_dict", "logger", "loggers"),
+        "a logger of your own, if engine.is_global_zero; loggers belong to a Trainer",
     ),
     **accelerate.ENGINE_MEMBERS,
 }
 
+_MODULE_AND_DATA = {
+    **dict.fromkeys(
+        ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
+        "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
+    ),
+    "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
+    "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
+}
+
 WORDS: dict[str, dict[str, str]] = {
     "LightningModule": {
-        **dict.fromkeys(
-            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
-        ),
+        **_MODULE_AND_DATA,
         "configure_sharded_model": "configure_model",
         "fabric": "self.trainer; the Engine is for a loop of your own",
-        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
         "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module)",
         "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
     },
     "LightningDataModule": {
-        **dict.fromkeys(
-            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
-        ),
+        **_MODULE_AND_DATA,
         "name": "type(self).__name__, or an attribute of your own",
-        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
-        "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
         "size": "an attribute of your own",
     },
     "Trainer": {
@@ -369,22 +368,20 @@ FORMER_HOOKS = {
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
-ALIASES: dict[str, dict[str, str]] = {
-    "ParallelStrategy": {  # not in the class: strategies may have attributes of these names themselves
-        "root_device": "device",
-        "lightning_module": "module",
-        "model": "module",
-        "precision_plugin": "precision",
-        "strategy_name": "name",
-        "global_rank": "processes.rank",
-        "local_rank": "processes.local_rank",
-        "world_size": "processes.world_size",
-        "num_nodes": "processes.num_nodes",
-        "num_processes": "processes.world_size",
-        "is_global_zero": "processes.is_global_zero",
-    }
+STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of these names themselves
+    "root_device": "device",
+    "lightning_module": "module",
+    "model": "module",
+    "precision_plugin": "precision",
+    "strategy_name": "name",
+    "global_rank": "processes.rank",
+    "local_rank": "processes.local_rank",
+    "world_size": "processes.world_size",
+    "num_nodes": "processes.num_nodes",
+    "num_processes": "processes.world_size",
+    "is_global_zero": "processes.is_global_zero",
 }
-"""Lightning's class -> a name that has another name here -> the path of the attribute here."""
+"""Members of Lightning's strategies that have another name here -> the path of the attribute here."""
 
 COLLECTIVES = {
     "barrier": "strategy.processes.barrier",

@@ -105,12 +105,12 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
     """
     problems, sync_batchnorm = [], False
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
-        if own := [name for name in dir(plugin) if isinstance(plugin, PrecisionOf) and _is_own(plugin, name)]:
-            problems.append(
-                f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. Give "
-                "Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
-            )
         if isinstance(plugin, PrecisionOf):
+            if own := [name for name in dir(plugin) if _is_own(plugin, name)]:
+                problems.append(
+                    f"plugins=[{type(plugin).__name__}(...)]: {', '.join(own)} would never be called. Give "
+                    "Trainer(precision=) an object of trainer.Precision, or override the module's hooks."
+                )
             if not default_precision(precision):
                 problems.append(f"precision={precision!r} and plugins={type(plugin).__name__}(...): give one of them.")
             precision = plugin.name

@@ -17,8 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.arguments import hints_of, whole_number
 from trainer.callback import Callback, available_callbacks
+from trainer.checkpoint.directory import POINTERS
 from trainer.checkpoint.storage import as_storage_path, checkpoint_may_exist
 from trainer.config.classes import find_class
+from trainer.config.plug_names import optimizers, schedulers
 from trainer.config.read import SCHEDULER_OPTIONS, no_argument
 from trainer.config.specs import INVALID, ClassSpec, ValueOfData, has_spec, instantiate, reference_to_data
 from trainer.config.tree import (
@@ -48,7 +50,6 @@ from trainer.config.types import (
     validate,
     wants_text,
 )
-from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
 from trainer.logger import Logger
 from trainer.module import TrainModule
@@ -69,38 +70,33 @@ class Checker:
     has_checkpoint = False
     """True where the hyperparameters of a checkpoint stand for what the module is not given."""
     data_spec: ClassSpec | None = None
+    """The data module, for values that refer to its attributes."""
 
-    def __init__(self, findings: Diagnostics) -> None:
+    def __init__(self, findings: Diagnostics, given: Mapping[str, Node] = {}) -> None:
         self.findings = findings
+        self.given = {key: node for key, node in given.items() if node.value is not None}
+        """The keys of the configuration that are not null."""
 
     # -- the keys of a configuration ----------------------------------------------------------------------------------
 
-    def chosen(self, node: Node | None, base: type, key: str, provided: Sequence[str] = ()) -> ClassSpec | None:
+    def chosen(self, key: str, base: type, provided: Sequence[str] = ()) -> ClassSpec | None:
         """Return the class at a key of the configuration, if there is one; `provided` as in `class_spec`."""
-        return None if node is None or node.value is None else self.class_spec(node, (base,), (key,), provided)
+        return self.class_spec(self.given[key], (base,), (key,), provided) if key in self.given else None
 
-    def data(self, node: Node | None) -> ClassSpec | None:
-        """Return the data module, if there is one."""
-        self.data_spec = self.chosen(node, DataModule, "data")
-        return self.data_spec
-
-    def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
+    def optimizer(self, module: type) -> ClassSpec | None:
         """Return the optimizer of a module that has no `configure_optimizers`."""
-        if node is None or module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
-            return self.chosen(node, Optimizer, "optimizer", provided=("params",))
-        if node.value is not None:
+        if module.configure_optimizers is TrainModule.configure_optimizers:  # type: ignore[attr-defined]
+            return self.chosen("optimizer", Optimizer, provided=("params",))
+        if "optimizer" in self.given:
             words = f"optimizer: module ({module.__name__}) defines configure_optimizers. Keep one of them."
-            self.findings.add(node.source, words)
+            self.findings.add(self.given["optimizer"].source, words)
         return None
 
-    def scheduler(self, node: Node | None) -> ClassSpec | None:
-        """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
-        return self.chosen(node, LRScheduler, "lr_scheduler")
-
-    def allow_changes(self, node: Node | None) -> list[str]:
+    def allow_changes(self) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
-        if node is None:
+        if "allow_changes" not in self.given:
             return []
+        node = self.given["allow_changes"]
         names = self.value(node, list[str], ("allow_changes",))
         if not isinstance(names, list):  # a problem, or a reference to a value of the data module
             return []
@@ -108,14 +104,15 @@ class Checker:
             self.findings.add(node.source, problem)
         return names
 
-    def path(self, node: Node | None, key: str, has_to_be_there: bool) -> None:
+    def path(self, key: str, has_to_be_there: bool) -> None:
         """Make the path of a checkpoint, or of weights, absolute; "last" and "best" are words.
 
         Weights need not be there: only a `fit` without a checkpoint reads them.
         """
-        value = self.text(node, key)
-        if node is None or value is None or (has_to_be_there and value in ("last", "best")):
+        value = self.text(key)
+        if value is None or (has_to_be_there and value in POINTERS):
             return
+        node = self.given[key]
         try:
             node.value = str(as_storage_path(value).absolute())
             if has_to_be_there and not checkpoint_may_exist(value):
@@ -123,20 +120,22 @@ class Checker:
         except ConfigError as error:
             self.findings.add(node.source, f"{key}: {error}")
 
-    def text(self, node: Node | None, key: str) -> str | None:
+    def text(self, key: str) -> str | None:
         """Return the text at a key of the configuration, if there is one."""
-        if node is not None and node.value == "":
+        if key not in self.given:
+            return None
+        node = self.given[key]
+        if node.value == "":
             self.findings.add(node.source, f"{key}: the text is empty, as of a variable that is not set.")
-        value = None if node is None else self.value(node, str | None, (key,))
+        value = self.value(node, str, (key,))
         return value if isinstance(value, str) else None
 
-    def trainer(self, node: Node | None) -> dict[str, Any]:
+    def trainer(self) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
 
         Objects are not made yet: `Trainer` checks them, and with them all that the command adds to these arguments.
         """
-        if node is None or node.value is None:
-            return {}
+        node = self.given.get("trainer")
         values = self.arguments(node, Trainer, ("trainer",))
         valid = {name: value for name, value in values.items() if value is not INVALID}
         plain = {name: value for name, value in valid.items() if not has_spec(value)}
@@ -159,9 +158,8 @@ class Checker:
         Args:
             provided: arguments that are given when the object is made, and not in the configuration.
         """
-        where = dotted(path)
-        nested = entries(node).get("init_args")
-        name = entries(node).get("class_path")
+        where, chosen = dotted(path), entries(node)
+        nested, name = chosen.get("init_args"), chosen.get("class_path")
         if name is None or not isinstance(name.value, str):
             words = "allowed: 'class_path: package.module.Class' (or file.py:Class, or a short name), and init_args."
             self.findings.add(node.source, f"{where}: given {repr_value(name or node)}, {words}")
@@ -190,12 +188,12 @@ class Checker:
         self, cls: Any, node: Node | None, path: KeyPath, source: Source, named_at: Source, provided: Sequence[str] = ()
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; missing ones without a default are a problem."""
-        arguments = self.arguments(node, cls, path)
-        missing = missing_arguments(cls, {*entries(node), *provided})
+        arguments, given = self.arguments(node, cls, path), entries(node)
+        missing = missing_arguments(cls, {*given, *provided})
         if missing and not (self.has_checkpoint and path == ("module",)):
             self.findings.add(named_at, needs_arguments(cls, path, missing))
         takes = [name for name in provided if name in constructor_parameters(cls).named]
-        return ClassSpec(cls, arguments, source, dotted(path), entries(node), takes)
+        return ClassSpec(cls, arguments, source, dotted(path), given, takes)
 
     def callable_spec(self, node: Node, signature: Any, path: KeyPath) -> Any:
         """Return a function, an object that can be called, or what makes objects of the class that a call returns."""
@@ -224,7 +222,7 @@ class Checker:
     def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         parameters = constructor_parameters(cls)
-        annotations = {name: one.annotation for name, one in parameters.named.items()} | _OF_FILES.get(path, {})
+        annotations = {name: one.annotation for name, one in parameters.named.items()} | _FILE_ANNOTATIONS.get(path, {})
         values = {}
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
@@ -265,12 +263,13 @@ class Checker:
 
     def _keep_paths(self, node: Node, value: Any, path: KeyPath) -> bool:
         """Write paths, also those in pydantic's models, so that they mean the same from any folder; False for a URL."""
-        if isinstance(value, Path) and "://" in str(node.value):
-            words = f"{node.value} is a URL, which a Path changes. Annotate it as str | Path."
-            self.findings.add(node.source, f"{dotted(path)}: {words}")
-            return False
-        if isinstance(value, Path) and value.parts[:1] != ("~",):  # one from ~ means the same from any folder
-            node.value = str(value.absolute())
+        if isinstance(value, Path):
+            if "://" in str(node.value):
+                words = f"{node.value} is a URL, which a Path changes. Annotate it as str | Path."
+                self.findings.add(node.source, f"{dotted(path)}: {words}")
+                return False
+            if value.parts[:1] != ("~",):  # a path from ~ means the same from any folder
+                node.value = str(value.absolute())
         parts = children_of(node).items()
         return all(self._keep_paths(child, _part_of(value, name), (*path, name)) for name, child in parts)
 
@@ -394,12 +393,13 @@ def needs_arguments(cls: Any, path: KeyPath, missing: Sequence[str]) -> str:
 
 
 def _names_a_class(node: Node) -> bool:
-    name = entries(node).get("class_path")
-    return name is not None and bool(re.search(r"[.:]", str(name.value))) and entries(node).keys() <= _OF_A_CHOICE
+    given = entries(node)
+    name = given.get("class_path")
+    return name is not None and bool(re.search(r"[.:]", str(name.value))) and given.keys() <= _KEYS_OF_CLASS
 
 
-_OF_A_CHOICE = {"class_path", "init_args"}
-_OF_FILES: dict[KeyPath, dict[str, Any]] = {
+_KEYS_OF_CLASS = {"class_path", "init_args"}
+_FILE_ANNOTATIONS: dict[KeyPath, dict[str, Any]] = {
     ("lr_scheduler",): SCHEDULER_OPTIONS,
     ("trainer",): {"precision": str | int},  # no file can hold a Precision
 }
@@ -415,16 +415,13 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {
 def table_of(bases: tuple[type, ...], name: str = "") -> dict[str, type]:
     """Return the short names for classes of these kinds; with `name`, if an installed package has added it."""
     table: dict[str, type] = {}
-    for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
-        if kind in bases:
-            table |= {one: cls for one, cls in vars(package).items() if one[0] != "_" and _is_derived(cls, kind)}
+    if Optimizer in bases:
+        table |= {one: getattr(torch.optim, one) for one in optimizers()}
+    if LRScheduler in bases:
+        table |= {one: getattr(torch.optim.lr_scheduler, one) for one in schedulers()}
     plugs = {Strategy: available_strategies, Callback: available_callbacks, Logger: available_callbacks}
     for base in (base for base in plugs if base in bases):
         known = plugs[base]()
         named = {name: known[name]} if name in known else {}  # it imports the class, if it is not one of ours
         table |= {one: cls for one, cls in {**known, **named}.items() if issubclass(cls, base)}
     return table
-
-
-def _is_derived(cls: Any, base: type) -> bool:
-    return isinstance(cls, type) and base in cls.__mro__[1:]

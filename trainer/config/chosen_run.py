@@ -16,6 +16,7 @@ from trainer.checkpoint.directory import POINTERS, versions
 from trainer.config.check import missing_arguments
 from trainer.config.files import to_yaml
 from trainer.config.loading import Recipe, checkpoint_of, record_of
+from trainer.config.tree import mapped, relative
 from trainer.errors import ConfigError, first_of
 from trainer.runs.compare_ranks import listed
 from trainer.settings import ARGUMENTS, Settings
@@ -50,7 +51,7 @@ def choose_run(configuration: Recipe, files: Iterable[str], command: str) -> Ite
     records = {
         run: record
         for run in reversed(versions(root))
-        if (record := record_of(run)) and name in (None, record.get("name")) and checkpoint_of(run, "last")
+        if "module" in (record := record_of(run)) and name in (None, record.get("name")) and checkpoint_of(run, "last")
     }
     if records:
         yield _choose(configuration, command, records, root)
@@ -66,9 +67,11 @@ def _without_runs(configuration: Recipe, command: str, root: Path) -> Iterator[s
     if name is not None:
         configuration.ckpt_path = None
     if name is not None or (begins and not versions(root)):
-        yield f"there is no run{f' {name!r}' if name else ''} below {relative(root)} yet: the training begins"
+        yield f"there is no such run below {relative(root)} yet: the training begins"
     elif command != "fit":
-        any(configuration.take_checkpoint(run) for run in reversed(versions(root)))
+        for run in reversed(versions(root)):
+            if configuration.take_checkpoint(run):
+                break
 
 
 def _choose(configuration: Recipe, command: str, records: dict[Path, dict[str, Any]], root: Path) -> str:
@@ -93,7 +96,7 @@ def _in_named_run(configuration: Recipe, files: Iterable[str], command: str) -> 
     which, given = configuration.ckpt_path, map(local_path, files)
     folders = dict.fromkeys(file.absolute().parent for file in given if file.name == "config.yaml")
     runs = [*filter(_is_run, folders)]
-    other_name = len(runs) == 1 and configuration.name not in (None, (record_of(runs[0]) or {}).get("name"))
+    other_name = len(runs) == 1 and configuration.name not in (None, record_of(runs[0]).get("name"))
     if which in POINTERS and (len(runs) > 1 or other_name):
         raise ConfigError(
             f"--ckpt-path {which} is ambiguous: --name and the configurations of {first_of(runs)} mean several runs. "
@@ -120,8 +123,8 @@ def _none_is_equal(configuration: Recipe, command: str, found: dict[Path, list[s
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder with a configuration is a run: it has checkpoints, or lies where its configuration says."""
-    record = record_of(folder) if folder in versions(folder.parent) else None
-    at_its_place = record is not None and record["trainer"].get("default_root_dir") == str(folder.parent)
+    place = record_of(folder)["trainer"].get("default_root_dir")
+    at_its_place = place == str(folder.parent) and folder in versions(folder.parent)
     return at_its_place or checkpoint_of(folder, "last") is not None
 
 
@@ -130,12 +133,9 @@ def _differences(configuration: Recipe, record: dict[str, Any], wanted: dict[str
     there, here = _compared(record), _compared(wanted)
     module = configuration.module
     of_checkpoint = {f"module.{name}" for name in missing_arguments(module.cls, module.arguments)}
-    other_classes = set[str]()
     for name in sorted((there.keys() | here.keys()) - of_checkpoint):
         before, now = there.get(name, "nothing"), here.get(name, "nothing")
-        is_same = before == now or plain(before, _root(record)) == plain(now, _root(wanted))
-        if not is_same and name.partition(".")[0] not in other_classes:
-            other_classes |= {name} & {*_CHOICES}
+        if before != now and plain(before, _root(record)) != plain(now, _root(wanted)):
             yield f"{name} {before} there, {now} here"
     if wanted.get("weights") and record.get("weights") != wanted["weights"]:
         yield f"weights {record.get('weights')} there, {wanted['weights']} here"
@@ -165,10 +165,10 @@ def _other_settings(record: dict[str, Any], wanted: dict[str, Any]) -> int:
 
 def plain(value: Any, root: str) -> Any:
     """Return a value as a file has it, with paths (also of classes) relative to the runs, which move with a project."""
-    if isinstance(value, dict):
-        return {key: plain(item, root) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, root) for item in value]
+    return mapped(value, lambda one: _relative_to(root, one))
+
+
+def _relative_to(root: str, value: Any) -> Any:
     if isinstance(value, Path):
         value = str(value.absolute())
     if not isinstance(value, str) or not value.startswith("/"):
@@ -176,9 +176,3 @@ def plain(value: Any, root: str) -> Any:
     # /folder:module.Class is /folder/module.py:Class
     value = re.sub(r"^(/[^:]*):([\w.]+)\.(\w+)$", lambda at: f"{at[1]}/{at[2].replace('.', '/')}.py:{at[3]}", value)
     return os.path.relpath(value, root)
-
-
-def relative(path: Path) -> str:
-    """Return a path relative to the current folder where it lies in that, else the absolute one."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

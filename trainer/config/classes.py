@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.arguments import hints_of, local_path
+from trainer.arguments import local_path
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, missing_package_advice, unknown_name_error
 
@@ -52,7 +52,7 @@ def find_class(
     Args:
         table: short names that are known for this kind of class.
         source: where the name was written; files are looked for in that folder first.
-        functions: also a function, or a method of a class, that returns such an object.
+        functions: also a function, or a method of a class, whose result is checked when it is called.
 
     Raises:
         ConfigError: there is no such class; or the import failed: then with the first line of the error.
@@ -62,15 +62,24 @@ def find_class(
     if not re.search("[.:]", name):
         known = unknown_name_error(_names(bases), name, table)
         raise ConfigError(f"{known} Or package.module.Class, or file.py:Class.")
-    if match := re.fullmatch(r"(.+\.py)(?::([^:]*))?", name):
-        file, attribute = find_file(match[1], source), match[2] or ""  # without a class, the message lists them
+    if match := re.fullmatch(r"(.+\.py)(?::|$)([^:]*)", name):
+        file, attribute = find_file(match[1], source), match[2]  # without a class, the message lists them
         module, where = _import_file(file), f"{file}:"
     else:
         module, where, attribute = _from_package(name)
     found = _attribute(module, attribute, bases, where)
-    if functions and callable(found) and not isinstance(found, type):
-        return ResolvedClass(_require_returned(found, bases), f"{where}{attribute}")
-    return ResolvedClass(_require_class(found, bases), f"{where}{attribute}")
+    if not isinstance(found, type):
+        if not (functions and callable(found)):
+            raise ConfigError(f"{getattr(found, '__qualname__', found)!r} is a {type(found).__name__}, not a class.")
+    elif not issubclass(found, bases):
+        parents = _names(found.__bases__)
+        raise ConfigError(f"{found.__qualname__} is not derived from {_names(bases)} (but from {parents}).")
+    return ResolvedClass(found, f"{where}{attribute}")
+
+
+def is_subclass(cls: Any, bases: type | tuple[type, ...]) -> bool:
+    """Whether a value is a class that is derived from one of the `bases`."""
+    return isinstance(cls, type) and issubclass(cls, bases)
 
 
 def _names(classes: tuple[type, ...]) -> str:
@@ -80,27 +89,10 @@ def _names(classes: tuple[type, ...]) -> str:
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
     with suppress(AttributeError):
         return attrgetter(name)(module)
-    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
+    classes = [value for value in vars(module).values() if is_subclass(value, bases)]
     here = ", ".join(sorted(cls.__name__ for cls in classes if cls.__module__ == module.__name__))
     close = f"{name!r}.{did_you_mean(name, [*vars(module)])}"
     raise ConfigError(f"{where.rstrip(':.')} has no class {close} It has: {here or 'none'}. Write file.py:Class.")
-
-
-def _require_returned(function: Any, bases: tuple[type, ...]) -> Any:
-    """Return the function itself, unless it says that it returns something else than an object of the `bases`."""
-    returned = hints_of(function, function).get("return", Any)
-    if isinstance(returned, type) and returned is not Any and not issubclass(returned, bases):
-        raise ConfigError(f"{function.__qualname__} returns a {returned.__name__}, not a {_names(bases)}.")
-    return function
-
-
-def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
-    """Return the class itself, if its objects are of one of the `bases`."""
-    if not isinstance(cls, type):
-        raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
-    if not issubclass(cls, bases):
-        raise ConfigError(f"{cls.__qualname__} is not derived from {_names(bases)} (but from {_names(cls.__bases__)}).")
-    return cls
 
 
 # -- importing --------------------------------------------------------------------------------------------------------
@@ -164,12 +156,10 @@ def _from_package(name: str) -> tuple[ModuleType, str, str]:
     before, colon, path = name.rpartition(":")  # folder:package.module.Class
     location, _, attribute = path.rpartition(".")
     folder = Path(os.path.abspath(local_path(before)))
-    if colon and not folder.is_dir():
-        raise ConfigError(f"{name!r}: there is no folder {before!r}. Write package.module.Class, or file.py:Class.")
     if colon:
+        if not folder.is_dir():
+            raise ConfigError(f"{name!r}: there is no folder {before!r}. Write package.module.Class, or file.py:Class.")
         _extend_sys_path(folder)
-    if not all(part.isidentifier() for part in location.split(".")):
-        raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
     try:
         module = _import(location, name)
     except ConfigError:

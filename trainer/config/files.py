@@ -15,10 +15,8 @@ from typing import Any
 import yaml
 
 from trainer.arguments import local_path
-from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, Source, entries
-from trainer.errors import did_you_mean
-
-KINDS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".toml": "TOML"}
+from trainer.config.tree import COMMAND_LINE, KEYS, MAX_DEPTH, Diagnostics, Node, Source, entries
+from trainer.errors import ConfigError, did_you_mean
 
 # The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema). PyYAML follows 1.1, in which 1e-3 is text,
 # 10:00:00:00 is a number, and `on` is true. Underscores in numbers are allowed as in Python.
@@ -39,7 +37,6 @@ TAG = "tag:yaml.org,2002:"
 
 
 MAX_BYTES = 500_000
-MAX_DEPTH = 100
 MAX_VALUES = 20_000
 """Maximum number of values in a file, where an alias (*) counts with everything that it stands for."""
 PLACEHOLDER = re.compile(r"\{\w+(:[^{}\s]*)?\}")
@@ -48,8 +45,12 @@ MAX_DIGITS = 100
 """Maximum number of digits of an integer."""
 
 
-class _TooLargeError(Exception):
-    """A file contains more than a configuration may."""
+class UnreadableError(ConfigError):
+    """A text is not a configuration, or contains more than one may."""
+
+    def __init__(self, source: Source, message: str) -> None:
+        super().__init__(message)
+        self.source = source
 
 
 class _Loader(yaml.SafeLoader):
@@ -138,36 +139,51 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
     path = local_path(name)
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)
-    kind = KINDS.get(path.suffix.lower())
+    return _reported(lambda: _parsed_file(path, source, findings), source, findings)
+
+
+def _reported(parse: Callable[[], Node], source: Source, findings: Diagnostics) -> Node | None:
+    """Return the tree that `parse` reads; None after a problem, which goes to `findings`."""
+    before = len(findings.problems)
+    try:
+        tree = parse()
+    except RecursionError:
+        findings.add(source, f"it is nested more than {MAX_DEPTH} levels deep.")
+    except UnreadableError as error:
+        findings.add(error.source, str(error))
+    return tree if len(findings.problems) == before else None
+
+
+def _parsed_file(path: Path, source: Source, findings: Diagnostics) -> Node:
+    """Return the mapping in a file.
+
+    Raises:
+        UnreadableError, RecursionError: it is not a configuration.
+    """
+    parse = _PARSERS.get(path.suffix.lower())
     if path.is_fifo():  # --config <(command)
-        kind = "YAML"
+        parse = _parsed_yaml
     elif not path.is_file():
-        findings.add(source, _why_no_file(path))
-        return None
-    if kind is None:
-        findings.add(source, f"a configuration cannot end in {path.suffix!r}; allowed: {', '.join(KINDS)}.")
-        return None
+        siblings = [file.name for file in path.parent.glob("*") if file.suffix.lower() in _PARSERS]
+        problem = "this is a folder." if path.is_dir() else f"there is no such file in {path.absolute().parent}."
+        raise UnreadableError(source, problem + did_you_mean(path.name, siblings))
+    if parse is None:
+        allowed = ", ".join(_PARSERS)
+        raise UnreadableError(source, f"a configuration cannot end in {path.suffix!r}; allowed: {allowed}.")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        findings.add(source, f"cannot be read: {error}.")
-        return None
-    read = {"YAML": _read_yaml, "JSON": _read_json, "TOML": _read_toml}[kind]
+        raise UnreadableError(source, f"cannot be read: {error}.") from None
     if len(data) > MAX_BYTES:
-        findings.add(source, f"the file has more than {MAX_BYTES} bytes, which is too much for a configuration.")
-        return None
-    tree = read(text, source, findings)
-    if tree is not None and not entries(tree):
-        findings.add(tree.source, f"this is not a mapping of names to values: give one or more of {', '.join(KEYS)}.")
-        return None
+        words = f"the file has more than {MAX_BYTES} bytes, which is too much for a configuration."
+        raise UnreadableError(source, words)
+    tree = parse(text, source, findings)
+    if not entries(tree):
+        words = f"this is not a mapping of names to values: give one or more of {', '.join(KEYS)}."
+        findings.add(tree.source, words)
     return tree
-
-
-def _why_no_file(path: Path) -> str:
-    siblings = [file.name for file in path.parent.glob("*") if file.suffix.lower() in KINDS]
-    return f"there is no such file in {path.absolute().parent}.{did_you_mean(path.name, siblings)}"
 
 
 def read_value(text: str, option: str) -> Node:
@@ -176,16 +192,15 @@ def read_value(text: str, option: str) -> Node:
     What YAML has around a value (comments, anchors, tags, the marks of documents) belongs to the text.
     """
     found = Diagnostics()
-    tree = _read_yaml(text, COMMAND_LINE, found)
-    is_word = text.strip() and any(pattern.match(text.strip()) for pattern, _ in SCALARS.values())
-    around = tree is not None and not isinstance(tree.value, (str, dict, list)) and not is_word
-    is_template = PLACEHOLDER.search(text) and all(child.value is None for child in entries(tree).values())
-    if around or is_template or text.strip() == "-":
-        tree = Node(text, COMMAND_LINE)
+    tree = _reported(lambda: _parsed_yaml(text, COMMAND_LINE, found), COMMAND_LINE, found)
     if tree is None:
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")
-    if isinstance(tree.value, str) and not re.fullmatch(r"""(['"]).*\1""", text, re.DOTALL):
-        tree.value = text  # with what YAML takes for a comment, and with the spaces around it
+    word = text.strip()
+    is_template = PLACEHOLDER.search(text) and all(child.value is None for child in entries(tree).values())
+    is_nested = isinstance(tree.value, (dict, list)) and not is_template and word != "-"
+    is_quoted = re.fullmatch(r"""(['"]).*\1""", text, re.DOTALL)
+    if not (is_nested or is_quoted or any(word and pattern.match(word) for pattern, _ in SCALARS.values())):
+        tree = Node(text, COMMAND_LINE)
     tree.text = text
     return tree
 
@@ -193,26 +208,20 @@ def read_value(text: str, option: str) -> Node:
 # -- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(text: str, source: Source, findings: Diagnostics) -> Node | None:
-    before = len(findings.problems)
+def _parsed_yaml(text: str, source: Source, findings: Diagnostics) -> Node:
+    _check_brackets(text)
     try:
-        _check_brackets(text)
         loader = _Loader(text)
         root = loader.get_single_node()
-        tree = _YamlReader(loader, source, findings).node(root, root) if root else Node(None, source)
-    except (_TooLargeError, RecursionError) as error:
-        findings.add(source, _too_large(error))
-        return None
+        return _YamlReader(loader, source, findings).node(root, root) if root else Node(None, source)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
-        findings.add(source.at(line), f"not valid YAML: {error.reason}.")
-        return None
+        raise UnreadableError(source.at(line), f"not valid YAML: {error.reason}.") from None
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark
         reason = " ".join(filter(None, (error.context, error.problem)))
-        findings.add(source.at(mark.line + 1), f"not valid YAML: {reason} (column {mark.column + 1}).")
-        return None
-    return tree if len(findings.problems) == before else None
+        words = f"not valid YAML: {reason} (column {mark.column + 1})."
+        raise UnreadableError(source.at(mark.line + 1), words) from None
 
 
 def _check_brackets(text: str) -> None:
@@ -224,10 +233,6 @@ def _check_brackets(text: str) -> None:
             raise RecursionError
 
 
-def _too_large(error: Exception) -> str:
-    return f"{error}." if isinstance(error, _TooLargeError) else f"it is nested more than {MAX_DEPTH} levels deep."
-
-
 class _YamlReader:
     """Turns composed YAML into nodes."""
 
@@ -235,21 +240,23 @@ class _YamlReader:
         self.loader = loader
         self.source = source
         self.findings = findings
-        self.open: list[Any] = []
+        self.open: list[int] = []
+        """The ids of the values around the one that is read."""
         self.values = 0
 
     def node(self, node: Any, where: Any) -> Node:
         """Return the node for a value. `where` is the YAML node whose line it gets: its key."""
         source = self.source.at(where.start_mark.line + 1)
-        if any(node is outer for outer in self.open):
+        if id(node) in self.open:
             self.findings.add(source, "this value contains itself, through an alias (*).")
             return Node(None, source)
         self.values += 1
         if self.values > MAX_VALUES:
-            raise _TooLargeError(f"it has more than {MAX_VALUES} values, including those that each alias (*) repeats")
+            words = f"it has more than {MAX_VALUES} values, including those that each alias (*) repeats."
+            raise UnreadableError(source, words)
         if len(self.open) > MAX_DEPTH:
             raise RecursionError
-        self.open.append(node)
+        self.open.append(id(node))
         try:
             if not isinstance(node, yaml.ScalarNode) and node.tag not in (f"{TAG}map", f"{TAG}seq"):
                 self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
@@ -275,12 +282,11 @@ class _YamlReader:
         children: dict[Any, Node] = {}
         for key_node, value_node in node.value:
             source = self.source.at(key_node.start_mark.line + 1)
-            if isinstance(key_node, yaml.ScalarNode):
-                children[self.scalar(key_node, source)] = self.node(value_node, key_node)
-                if (value_node.tag, value_node.value) == (f"{TAG}null", ""):
-                    self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
-            else:
-                self.findings.add(source, "a key must be a name, not a list or mapping.")
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UnreadableError(source, "a key must be a name, not a list or mapping.")
+            children[self.scalar(key_node, source)] = self.node(value_node, key_node)
+            if (value_node.tag, value_node.value) == (f"{TAG}null", ""):
+                self.findings.notes.append(f"{source}: {key_node.value} is empty, which is null.")
         return children
 
     def scalar(self, node: Any, source: Source) -> Any:
@@ -316,35 +322,32 @@ _TO_PYTHON: dict[str, Callable[[str], Any]] = {
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
+def _parsed_json(text: str, source: Source, findings: Diagnostics) -> Node:
     try:
         with suppress(RecursionError):  # which the YAML parser reports
             json.loads(text, parse_int=str)
     except json.JSONDecodeError as error:
-        findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
-        return None
+        words = f"not valid JSON: {error.msg} (column {error.colno})."
+        raise UnreadableError(source.at(error.lineno), words) from None
     # JSON is YAML but for tabs; the YAML parser knows the lines.
-    return _read_yaml(text.replace("\t", " "), source, findings)
+    return _parsed_yaml(text.replace("\t", " "), source, findings)
 
 
 # -- TOML -------------------------------------------------------------------------------------------------------------
 
 
-def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
+def _parsed_toml(text: str, source: Source, findings: Diagnostics) -> Node:
     if any(key.count(".") > MAX_DEPTH for key in re.split(r"[=,\n]", text)):  # it takes the square of their number
-        findings.add(source, _too_large(RecursionError()))
-        return None
+        raise RecursionError
     try:
-        return as_node(tomllib.loads(text), source)
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"at line (\d+)", str(error))
         line = int(position[1]) if position else text.count("\n") + 1
-        findings.add(source.at(line), f"not valid TOML: {error}.")
-    except (_TooLargeError, RecursionError) as error:
-        findings.add(source, _too_large(error))
+        raise UnreadableError(source.at(line), f"not valid TOML: {error}.") from None
     except ValueError:  # Python converts no more digits than sys.get_int_max_str_digits()
-        findings.add(source, f"an integer of more than {MAX_DIGITS} digits.")
-    return None
+        raise UnreadableError(source, f"an integer of more than {MAX_DIGITS} digits.") from None
+    return as_node(values, source)
 
 
 def as_node(value: Any, source: Source, depth: int = 0) -> Node:
@@ -356,7 +359,11 @@ def as_node(value: Any, source: Source, depth: int = 0) -> Node:
     if isinstance(value, (list, tuple)):
         return Node([as_node(child, source, depth + 1) for child in value], source)
     if type(value) is int and abs(value) >= 10**MAX_DIGITS:
-        raise _TooLargeError(f"an integer of more than {MAX_DIGITS} digits")
+        raise UnreadableError(source, f"an integer of more than {MAX_DIGITS} digits.")
     if isinstance(value, (datetime.date, datetime.time)):
         value = value.isoformat()
     return Node(value, source)
+
+
+_PARSERS = {".yaml": _parsed_yaml, ".yml": _parsed_yaml, ".json": _parsed_json, ".toml": _parsed_toml}
+"""Readers of a file's text, by its ending."""

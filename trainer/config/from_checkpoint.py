@@ -58,9 +58,10 @@ def _kept_arguments(configuration: Recipe, lines: list[str]) -> dict[str, Any]:
         CheckpointError: there is no checkpoint, or it is another module's.
     """
     cls = configuration.module.cls
-    of_run = configuration.ckpt_path in POINTERS and configuration.run_dir  # its last one, if none is the best
-    path = locate(str(of_run or configuration.ckpt_path))
-    kept = read_checkpoint(path, keys=["hyperparameters"]).get("hyperparameters", {})
+    place = str(configuration.ckpt_path)
+    if place in POINTERS and configuration.run_dir is not None:  # its last one, if none is the best
+        place = str(configuration.run_dir)
+    kept = read_checkpoint(locate(place), keys=["hyperparameters"]).get("hyperparameters", {})
     stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
     inside = kept.get("arguments", {}).get("module")
     for name in sorted({*own_and_inside(stored, inside)[0]} & {*(kinds or ())}):

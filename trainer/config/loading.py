@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.arguments import local_path
 from trainer.callback import Callback
@@ -100,7 +101,7 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     """Return the last or best checkpoint of a run, also in a `dirpath` of its configuration; None if there is none."""
     with suppress(OSError, CheckpointError):
         return CheckpointDirectory(run / CHECKPOINTS).resolve(which)
-    callbacks = (record_of(run) or {"trainer": {}})["trainer"].get("callbacks") or ()
+    callbacks = record_of(run)["trainer"].get("callbacks") or ()
     chosen = [(one.get("init_args") or {}).get("dirpath") for one in callbacks if isinstance(one, dict)]
     for folder in filter(None, chosen):
         with suppress(OSError, CheckpointError):
@@ -110,12 +111,13 @@ def checkpoint_of(run: Path, which: str) -> StoragePath | None:
     return None
 
 
-def record_of(run: Path) -> dict[str, Any] | None:
-    """Return the configuration of a run; None where there is none."""
+def record_of(run: Path) -> dict[str, Any]:
+    """Return the configuration of a run; where there is none, one without a module."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         record = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-        return record if isinstance(record, dict) and isinstance(record.get("trainer"), dict) else None
-    return None
+        if isinstance(record, dict) and isinstance(record.get("trainer"), dict):
+            return record
+    return {"trainer": {}}
 
 
 def _try(make: Callable[[], Any], found: Diagnostics) -> Any:
@@ -148,18 +150,20 @@ def load(tree: Node, findings: Diagnostics, command: str = "fit") -> Recipe:
     Raises:
         ConfigError: lists all problems, each with file and line.
     """
-    given, checker = entries(tree), Checker(findings)
-    checker.has_checkpoint = command != "fit" and tree.plain().get("ckpt_path") is not None
-    trainer, module = checker.trainer(given.get("trainer")), checker.chosen(given["module"], TrainModule, "module")
+    given = entries(tree)
+    checker = Checker(findings, given)
+    checker.has_checkpoint = command != "fit" and "ckpt_path" in checker.given
+    trainer, module = checker.trainer(), checker.chosen("module", TrainModule)
     optimizer = scheduler = None
     if module not in (None, INVALID):
-        optimizer = checker.optimizer(given.get("optimizer"), module.cls)
-        scheduler = checker.scheduler(given.get("lr_scheduler"))
+        optimizer = checker.optimizer(module.cls)
+        scheduler = checker.chosen("lr_scheduler", LRScheduler)
         module = with_optimizer(module, optimizer, scheduler)
-    data, allow_changes = checker.data(given.get("data")), checker.allow_changes(given.get("allow_changes"))
-    checker.path(given.get("ckpt_path"), "ckpt_path", has_to_be_there=True)
-    checker.path(given.get("weights"), "weights", has_to_be_there=False)
-    name = checker.text(given.get("name"), "name")
+    data = checker.data_spec = checker.chosen("data", DataModule)
+    allow_changes = checker.allow_changes()
+    checker.path("ckpt_path", has_to_be_there=True)
+    checker.path("weights", has_to_be_there=False)
+    name = checker.text("name")
     findings.report()
     assert module is not None
     sources, plain = sources_of(given.get("trainer")), tree.plain()

@@ -6,12 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from trainer.config.read import SCHEDULER_OPTIONS
 from trainer.config.specs import ClassSpec, instantiate
-from trainer.config.tree import Problem
-from trainer.errors import ConfigError
 from trainer.module import TrainModule
 
 
@@ -21,18 +17,8 @@ def with_optimizer(module: ClassSpec, optimizer: ClassSpec | None, scheduler: Cl
 
 
 def _complete(optimizer: ClassSpec, scheduler: ClassSpec | None, module: TrainModule, **provided: Any) -> None:
-    if scheduler is not None and getattr(module, "automatic_optimization", True):
-        _require_monitor(scheduler)
     configure = partial(configured_optimizers, module, optimizer, scheduler, **provided)
     module.configure_optimizers = configure  # type: ignore[method-assign]
-
-
-def _require_monitor(scheduler: ClassSpec) -> None:
-    """Raise a ConfigError for a scheduler that needs the value of a metric, and is given the name of none."""
-    if scheduler.cls is not ReduceLROnPlateau or scheduler.arguments.get("monitor") is not None:
-        return
-    words = "lr_scheduler: ReduceLROnPlateau needs the name of a logged value: --lr_scheduler.monitor val_loss."
-    raise ConfigError(str(Problem(scheduler.source, words)))
 
 
 def configured_optimizers(

@@ -9,7 +9,7 @@ from trainer.config.classes import extend_sys_path
 from trainer.config.files import read_file
 from trainer.config.references import with_references
 from trainer.config.tree import COMMAND_LINE, KEYS, Diagnostics, Node, canonical, entries, from_override, merge
-from trainer.errors import did_you_mean
+from trainer.errors import did_you_mean, first_of
 from trainer.names.misses import is_default, words_for
 from trainer.settings import ARGUMENTS
 
@@ -87,5 +87,5 @@ def no_argument(who: str, name: object, known: Iterable[str]) -> str:
     known = sorted(known)
     equivalents = words_for("Trainer()", [str(name)]) if who == "trainer" else None
     hint = did_you_mean(str(name), [*known, "class_path", "init_args"], equivalents)
-    takes = f" It takes: {', '.join(known) or 'none'}." if len(known) <= 12 else " See trainer fit --help."
+    takes = f" It takes: {first_of(known, 12) or 'nothing'}."
     return f"{who} has no argument {name!r}.{hint or takes}"

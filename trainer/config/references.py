@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from trainer.config.files import read_value
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, children_of, dotted, entries
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, OfData, children_of, entries, mapped
 from trainer.errors import did_you_mean
 
 REFERENCE = re.compile(r"(\$?)\$\{\s*((?:[^${}]|\$\{[^${}]*\})*?)\s*\}")
@@ -37,11 +37,11 @@ def with_references(tree: Node, findings: Diagnostics, typed: Iterable[str] = ()
 
 
 def escaped(value: Any) -> Any:
-    """Return plain data with its references escaped, for a file that is read again."""
-    if isinstance(value, dict):
-        return {key: escaped(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [escaped(one) for one in value]
+    """Return plain data with its references escaped, for a file that is read again; those to the data stay."""
+    return mapped(value, _escaped_text)
+
+
+def _escaped_text(value: Any) -> Any:
     if isinstance(value, OfData):
         return str(value)
     return REFERENCE.sub(lambda match: f"${match[0]}", value) if isinstance(value, str) else value
@@ -58,17 +58,14 @@ class _Resolver:
         if isinstance(node.value, (dict, list)):
             children = {key: self.resolved(child) for key, child in children_of(node).items()}
             value = children if isinstance(node.value, dict) else [*children.values()]
-            return replace(node, value=value, text=self.text_of(node))
+            text = None if "${" in (node.text or "") else node.text
+            return replace(node, value=value, text=text)
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
         only = REFERENCE.fullmatch(node.value)
         if only is not None and not only[1]:
             return replace(self.look_up(only[2], node), source=node.source)
         return Node(REFERENCE.sub(lambda match: self.as_text(match, node), node.value), node.source)
-
-    def text_of(self, node: Node) -> str | None:
-        """Return the text of a list or mapping with its references replaced."""
-        return node.text and REFERENCE.sub(lambda match: self.as_text(match, node), node.text)
 
     def as_text(self, match: re.Match[str], node: Node) -> str:
         """Return the text that stands for one reference among other text."""
@@ -77,8 +74,6 @@ class _Resolver:
         found = self.look_up(match[2], node)
         if found.text is not None:
             return found.text
-        if isinstance(found.value, OfData) and isinstance(node.value, list):
-            return found.value
         if isinstance(found.value, (dict, list, OfData)):
             self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
         return json.dumps(found.value) if isinstance(found.value, (bool, NoneType)) else str(found.value)
@@ -92,12 +87,15 @@ class _Resolver:
         if name in self.open:
             circle = " -> ".join([*self.open[self.open.index(name) :], name])
             return self.without_value(node, f"${{{name}}} refers to itself: {circle}.")
-        found, names = self.tree, name.split(".")
-        for number, part in enumerate(names):
+        found, before = self.tree, "the configuration"
+        for part in name.split("."):
             children = _children(found)
             if part not in children:
-                return self.not_written(name, found, number, node)
-            found = children[part]
+                if name.startswith("data.") and "class_path" in entries(entries(self.tree).get("data")):
+                    return Node(OfData(f"${{{name}}}"), node.source)  # an attribute of the data's object
+                words = f"${{{name}}}: {before} has no value {part!r}.{did_you_mean(part, children)}"
+                return self.without_value(node, words)
+            found, before = children[part], part
         self.open.append(name)
         try:
             return self.resolved(found)
@@ -108,15 +106,6 @@ class _Resolver:
         """Report a problem with a reference, and return null for it."""
         self.findings.add(node.source, problem)
         return Node(None, node.source)
-
-    def not_written(self, name: str, found: Node, number: int, node: Node) -> Node:
-        """Return an attribute of the data's object; for any other name a problem, and null."""
-        names = name.split(".")
-        if names[0] == "data" and "class_path" in entries(entries(self.tree).get("data")):
-            return Node(OfData(f"${{{name}}}"), node.source)
-        before = dotted(tuple(names[:number])) or "the configuration"
-        close = did_you_mean(names[number], _children(found))
-        return self.without_value(node, f"${{{name}}}: {before} has no value {names[number]!r}.{close}")
 
     def variable(self, text: str, node: Node) -> Node:
         """Return an environment variable, read as YAML."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.arguments import with_python_numbers
 from trainer.config.classes import one_line_error
-from trainer.config.tree import Node, OfData, Problem, Source, children_of, named_source
+from trainer.config.tree import Node, OfData, Problem, Source, children_of, mapped, named_source
 from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
 from trainer.errors import ConfigError, TrainerError
 from trainer.hyperparameters import construct
@@ -60,7 +60,7 @@ class ClassSpec:
             made = construct(self.cls, arguments) if self.from_checkpoint else self.cls(**arguments)
             if not isinstance(made, self.bases):
                 wanted = " or ".join(base.__name__ for base in self.bases)
-                raise TypeError(f"it returned a {type(made).__name__}, which is no {wanted}")
+                raise TypeError(f"it returned a {type(made).__name__}, not a {wanted}")
         except TrainerError as error:
             source = named_source(str(error), {name: node.source for name, node in self.nodes.items()}) or self.source
             raise ConfigError(str(Problem(source, f"{self.path}: {error}"))) from error
@@ -92,19 +92,12 @@ class ValueOfData:
             ConfigError: the object has no such attribute, or its value does not fit.
         """
         data = provided.get("data", self.data)()
-        value = self._filled(self.node.plain(), data)
+        value = mapped(self.node.plain(), lambda one: self._attribute(one, data) if isinstance(one, OfData) else one)
         try:
             return validate(with_python_numbers(value), self.annotation)
         except (TypeMismatchError, TypeError):
             given = f"{self} is {value!r}, allowed: {allowed(self.annotation)}."
             raise ConfigError(str(Problem(self.node.source, f"{self.path}: {given}"))) from None
-
-    def _filled(self, value: Any, data: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._filled(item, data) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._filled(item, data) for item in value]
-        return self._attribute(value, data) if isinstance(value, OfData) else value
 
     def _attribute(self, reference: OfData, data: Any) -> Any:
         name = reference.removeprefix("${data.").removesuffix("}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeAlias
 
 from trainer.arguments import local_path, whole_number
-from trainer.errors import raise_problems
+from trainer.errors import raise_problems, shortened
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 KeyPath: TypeAlias = "tuple[str | int, ...]"
@@ -30,6 +30,10 @@ KEYS = (
     "vars",
 )
 """The keys of a configuration; "name" is the run's name, and "vars" has values for references."""
+
+
+MAX_DEPTH = 100
+"""Levels of nesting that a configuration may have."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +118,25 @@ class Diagnostics:
             ConfigError: lists all problems: first the command line's, then file by file, from top to bottom.
         """
 
+        order = dict(zip(self.files, range(len(self.files)), strict=True))
+
         def position(problem: Problem) -> tuple[int, int]:
             source = problem.source or COMMAND_LINE
-            file = self.files.index(source.name) if source.name in self.files else -1
-            return file, source.line or 0
+            return order.get(source.name, -1), source.line or 0
 
         found = sorted(dict.fromkeys(self.problems), key=position)
         causes = [problem.cause for problem in found if problem.cause is not None]
         cause = ExceptionGroup("the causes", causes) if len(causes) > 1 else next(iter(causes), None)
         raise_problems([*map(str, found)], "the configuration", cause)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested plain data with `change` applied to each value in it."""
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mapped(item, change) for item in value]
+    return change(value)
 
 
 def dotted(path: KeyPath) -> str:
@@ -228,10 +242,15 @@ def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[
     return [Problem(named_source(message, sources), f"trainer: {message}") for message in problems]
 
 
+def relative(path: Path) -> str:
+    """Return a path relative to the current folder where it lies in that, else the absolute one."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def repr_value(node: Node) -> str:
     """Return a value as a message shows it."""
-    text = json.dumps(node.plain(), default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(node.plain(), default=str, ensure_ascii=False), 60)
 
 
 # -- one over the other -----------------------------------------------------------------------------------------------
@@ -270,19 +289,12 @@ def _merge_entries(below: Node, above: Node, findings: Diagnostics, path: KeyPat
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         known = next((one for one in merged if str(one) == str(key)), key)
         inside = path if key == "init_args" else (*path, key)
-        if child.value is None and entries(merged.get(known)):
-            _report_empty_section(merged[known], child, findings, (*path, key))
+        if child.value is None and (*path, key) in (("trainer",), ("module",)) and entries(merged.get(known)):
+            words = f"{key} is empty, and replaces the values at {merged[known].source}. Remove it."
+            findings.add(child.source, words)  # all settings would be the defaults
         merged[known] = merge(merged.get(known, Node({}, child.source)), child, findings, inside)
     source = above.source if "class_path" in entries(above) else below.source
     return Node(merged, source, None if entries(below) else above.text, named=below.named)
-
-
-def _report_empty_section(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Report a null over arguments: an empty section would replace all settings by defaults."""
-    if path in (("trainer",), ("module",)):
-        findings.add(above.source, f"{dotted(path)} is empty, and replaces the values at {below.source}. Remove it.")
-    else:
-        findings.notes.append(f"{above.source}: {dotted(path)} is null, and replaces the values at {below.source}.")
 
 
 def appended(node: Node) -> Node:
@@ -331,9 +343,9 @@ def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPa
     for key, child in entries(above).items():
         if int(key) < len(items):
             items[int(key)] = merge(items[int(key)], child, findings, (*path, int(key)))
-            continue
-        there = f"the list of the files has {len(items)}, numbered from 0"
-        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
+        else:
+            there = f"the list of the files has {len(items)}, numbered from 0"
+            findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {there}.")
     return Node(items, below.source, append=below.append)
 
 

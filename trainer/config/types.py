@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from os import PathLike
-from pathlib import PurePath
 from types import NoneType
 from typing import Any, Literal, Never, Optional, Protocol, get_args, get_origin, is_typeddict
 
@@ -29,6 +28,7 @@ from trainer.arguments import (
     hints_of,
     options_of,
 )
+from trainer.config.classes import is_subclass
 
 SCALARS = (bool, int, float, NoneType)
 NO_ADAPTER = (PydanticUserError, SchemaError)
@@ -83,8 +83,8 @@ def constructor_parameters(made_by: Callable[..., Any]) -> Parameters:
 
 
 def _parameters(made_by: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    if isinstance(made_by, type) and issubclass(made_by, ChecksArguments):  # whose `__new__` takes anything
-        own = made_by.__init__
+    if is_subclass(made_by, ChecksArguments):  # whose `__new__` takes anything
+        own: Any = made_by.__init__
         return {} if own is object.__init__ else dict([*inspect.signature(own).parameters.items()][1:])
     try:
         return dict(inspect.signature(made_by).parameters)
@@ -114,7 +114,7 @@ def forms_of(annotation: Any) -> Forms:
     """Return the forms that a file may use for the values of an annotation."""
     found = Forms()
     for option in options_of(annotation):
-        kind, arguments = get_origin(option) or option, get_args(option)
+        kind, arguments = kind_of(option), get_args(option)
         found.takes_mapping |= kind in (*MAPPINGS, Any)
         if is_typeddict(option) or (kind in MAPPINGS and arguments):
             found.mappings.append(option)
@@ -134,6 +134,11 @@ def forms_of(annotation: Any) -> Forms:
     return found
 
 
+def kind_of(option: Any) -> Any:
+    """Return the class of a generic annotation, such as list for `list[int]`; others unchanged."""
+    return get_origin(option) or option
+
+
 def is_protocol(cls: Any) -> bool:
     """Whether a class is a protocol, which objects need not be derived from."""
     return isinstance(cls, type) and Protocol in cls.__bases__
@@ -144,10 +149,6 @@ def makes_callables(cls: type) -> bool:
     return any("__call__" in vars(one) for one in cls.__mro__)
 
 
-def _is_enum(option: Any) -> bool:
-    return isinstance(option, type) and issubclass(option, enum.Enum)
-
-
 def is_structured(cls: Any) -> bool:
     """Whether a mapping of arguments stands for an object of a class: a dataclass, or a class of attrs."""
     return dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
@@ -156,12 +157,12 @@ def is_structured(cls: Any) -> bool:
 @cache
 def is_object(cls: type) -> bool:
     """Whether a file cannot hold values of a class directly, as it holds numbers, text, paths, enums..."""
-    if is_structured(cls) or is_typeddict(cls):
-        return is_structured(cls)
+    if is_structured(cls):
+        return True
     with suppress(*NO_ADAPTER):
         TypeAdapter(cls)
         return False
-    return True
+    return not is_typeddict(cls)
 
 
 @cache
@@ -203,7 +204,7 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
     """Return a value of an annotation that pydantic cannot check as a whole, as with a TypedDict before Python 3.12."""
     options = options_of(annotation)
     if len(options) == 1:
-        kind = dict if is_typeddict(annotation) else get_origin(annotation) or annotation
+        kind = dict if is_typeddict(annotation) else kind_of(annotation)
         if is_protocol(kind):
             fits = not isinstance(value, (*SCALARS, str, list, dict))
         else:
@@ -218,8 +219,8 @@ def _without_adapter(value: Any, annotation: Any) -> Any:
 
 
 def _is_text(option: Any) -> bool:
-    kind = get_origin(option) or option
-    return kind is PathLike or (isinstance(kind, type) and issubclass(kind, (str, PurePath)) and not _is_enum(kind))
+    kind = kind_of(option)
+    return is_subclass(kind, (str, PathLike)) and not issubclass(kind, enum.Enum)
 
 
 def wants_text(value: Any, annotation: Any) -> bool:
@@ -229,14 +230,14 @@ def wants_text(value: Any, annotation: Any) -> bool:
         return False
     if isinstance(value, (dict, list)):
         plain = (*SCALARS, Literal, *(LISTS if isinstance(value, dict) else MAPPINGS))
-        return all((get_origin(option) or option) in plain for option in others)
+        return all(kind_of(option) in plain for option in others)
     return isinstance(value, str) or not any(accepts(value, option) for option in others)
 
 
 def member_named(text: str, annotation: Any) -> enum.Enum | None:
     """Return the member of an enumeration with this name, as LightningCLI writes them, where no value is like that."""
     for option in options_of(annotation):
-        if _is_enum(option) and text in option.__members__:
+        if is_subclass(option, enum.Enum) and text in option.__members__:
             return None if accepts(text, annotation) else option[text]
     return None
 

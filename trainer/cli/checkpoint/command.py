@@ -150,23 +150,20 @@ def _rule(text: str) -> str:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.storage import as_storage_path
     from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, leftover_names, listing, summarize
-    from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
+    from trainer.cli.checkpoint.report import as_data, plain, table_of
 
     if is_one(options.path):
-        found = {"": [summarize(choose(options.path, None), [], options.verify)]}
+        path = choose(options.path, None)
+        found = {path.parent: [summarize(path, [], options.verify)]}
     else:
-        found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
-    every = [one for rows in found.values() for one in rows]
-    require_metrics(options.metric, every)
+        found = {folder: listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
     if options.json:
-        print(json.dumps([as_data(one) for one in every], indent=2))
+        print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
         return 0
     for folder, rows in found.items():
-        lines = [plain(folder)] if folder else []
-        lines += table_of(rows, options.metric) if rows else ["  no checkpoint"]
-        left = leftover_names(as_storage_path(folder)) if folder else []
+        lines = [plain(str(folder)), *(table_of(rows, options.metric) if rows else ["  no checkpoint"])]
+        left = leftover_names(folder)
         lines += [f"  {plain(name)}: being written, or left by a process that was killed" for name in left]
         print("\n".join(lines))
     return 0
@@ -193,18 +190,15 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.cli.checkpoint.report import plain
     from trainer.cli.checkpoint.report import size as readable
 
-    broken = []
+    paths, broken = [], []
     if options.ckpt is not None or is_one(options.path):
         paths = [choose(options.path, options.ckpt)]
     else:
-        folders = checkpoint_folders(options.path)
-        paths = [one.path for folder in folders for one in listing(folder, contents=False)]
-        pointers = [
-            (folder / f"{name}.json", CheckpointDirectory(folder).pointer(name))
-            for folder in folders
-            for name in POINTERS
-        ]
-        broken = [f"{file} points to no checkpoint" for file, target in pointers if target is None and file.exists()]
+        for folder in checkpoint_folders(options.path):
+            paths += [one.path for one in listing(folder, contents=False)]
+            store = CheckpointDirectory(folder)
+            files = [folder / f"{name}.json" for name in POINTERS if store.pointer(name) is None]
+            broken += [f"{file} points to no checkpoint" for file in files if file.exists()]
     intact = 0
     for path in paths:
         problems = verify_checkpoint(path)

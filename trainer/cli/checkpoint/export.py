@@ -46,7 +46,7 @@ def export(options: argparse.Namespace) -> int:
             f"{out}: export writes safetensors, which torch.load cannot read. Call it "
             f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
         )
-    _check_place(out, options.force, None if max_size is None else INDEX_FILE)
+    _check_place(out, options.force, "" if max_size is None else INDEX_FILE)
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
     prefix, configs, expand_tied = options.prefix or "", {}, options.expand_tied
@@ -69,15 +69,15 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_place(out: Path, force: bool, mark: str | None) -> None:
+def _check_place(out: Path, force: bool, mark: str) -> None:
     """Raise a ConfigError unless the output can be written.
 
     Args:
-        mark: the output is a folder, and `force` replaces one that has this file; None: it is a file.
+        mark: the output is a folder, and `force` replaces one that has this file; empty: it is a file.
     """
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    is_export = (out / (mark or "")).is_file()
+    is_export = (out / mark).is_file()
     if out.exists() and not (force and is_export):
         raise ConfigError(f"{out} exists: give another name. --force replaces the file, or the folder, of an export.")
 
@@ -95,15 +95,15 @@ def _export_adapters(options: argparse.Namespace, out: Path) -> int:
     state = open_checkpoint(path, None, verify=True)
     held = _held(state, options.ema)
     chosen = _adapters(state, options.prefix)
-    own_writer = "build the module with load_from_checkpoint, and call save_pretrained of its model."
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, adapter in chosen.items():
-        if adapter["weights"] is None:
-            raise ConfigError(f"--peft: {name!r} computes what it saves: {own_writer}")
-        own = {theirs: held.get(ours) for theirs, ours in adapter["weights"].items()}
+        own = {theirs: held.get(ours) for theirs, ours in (adapter["weights"] or {}).items()}
         stored = {theirs: value for theirs, value in own.items() if isinstance(value, StoredTensor)}
-        if absent := sorted(own.keys() - stored.keys()):
-            raise ConfigError(f"--peft: the checkpoint has no {plain(absent[0])} (trainable_only=True): {own_writer}")
+        if not stored or len(stored) < len(own):
+            raise ConfigError(
+                f"--peft: the checkpoint does not hold all weights that {name!r} saves. Build the module with "
+                "load_from_checkpoint, and call save_pretrained of its model."
+            )
         tensors[name] = _converted(stored, options.dtype)
     storage, written = LocalStorage(), 0
     with storage.atomic_directory(out, replace=out.exists()) as folder:

@@ -116,16 +116,16 @@ def choose(path: str, wanted: str | None) -> StoragePath:
             return given
         path, wanted = str(given.parent), given.name
     folder = newest_of(checkpoint_folders(path))
-    store = CheckpointDirectory(folder)
-    names = [one.name for one in checkpoints_in(folder)]
-    target: StoragePath | None = folder / str(wanted) if wanted in names else None
-    if wanted in (None, *POINTERS):
-        of_pointers = [store.pointer(name) for name in dict.fromkeys((wanted or "last", "last"))]
-        target = next((one for one in of_pointers if one is not None), None) or next(reversed(store.list()), None)
+    store, wanted = CheckpointDirectory(folder), wanted or "last"
+    there = {one.name: one for one in checkpoints_in(folder)}
+    if wanted in POINTERS:
+        target = store.pointer(wanted) or store.pointer("last") or next(reversed(store.list()), None)
+    else:
+        target = there.get(wanted)
     if target is None:
-        guess = did_you_mean(str(wanted), [*names, *POINTERS])
+        guess = did_you_mean(wanted, [*there, *POINTERS])
         raise CheckpointError(
-            f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
+            f"there is no checkpoint {wanted!r} in {folder}.{guess} There are: {', '.join(there) or 'none'}."
         )
     return target
 

@@ -72,19 +72,18 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         CheckpointError: the file is not a checkpoint of Lightning, would run code, or `out` is there.
     """
     from trainer.checkpoint.writing import write_checkpoint
-    from trainer.cli.checkpoint.lightning_training import NotMappedError, training_of
+    from trainer.cli.checkpoint.lightning_training import training_of
     from trainer.hyperparameters import kinds_of_hyperparameters
 
     read = _read(file)
     _check(read)
-    weights, hyperparameters = read["state_dict"], read.get("hyper_parameters") or read.get("hparams") or {}
-    of_data = read.get("datamodule_hyper_parameters") or {}
-    no_data: list[str] = []
-    of_owners = (("module", hyperparameters), ("data", of_data))
-    kept = {owner: _storable(values, no_data) for owner, values in of_owners if values}
-    kinds = {
-        owner: kinds_of_hyperparameters({n: values[n] for n in kept[owner]}) for owner, values in of_owners if values
+    weights, no_data = read["state_dict"], list[str]()
+    given: dict[str, Any] = {
+        "module": read.get("hyper_parameters") or read.get("hparams"),
+        "data": read.get("datamodule_hyper_parameters"),
     }
+    kept = {owner: _storable(values, no_data) for owner, values in given.items() if values}
+    kinds = {owner: kinds_of_hyperparameters({n: given[owner][n] for n in stored}) for owner, stored in kept.items()}
     state = {"model": weights, "hyperparameters": {**kept, "kinds": kinds}}
     progress: dict[str, Any] = {"epoch": read.get("epoch", 0), "step": read.get("global_step", 0)}
     try:
@@ -93,8 +92,8 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
             f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
             f"{len(training['schedulers'])} schedulers; the order of the samples is another"
         )
-    except NotMappedError as error:
-        training, continues = {"progress": progress}, f"a training starts anew with these weights: {error}"
+    except CheckpointError as error:
+        training, continues = {"progress": progress}, f"a training starts again with these weights: {error}"
     write_checkpoint(out, {**training, **state}, info=progress, overwrite=force)
     no_data += [str(name) for name, value in read.items() if name not in TAKEN + OF_THE_FILE and _is_something(value)]
     lines = [
@@ -132,18 +131,16 @@ def _check(read: Mapping[str, Any]) -> None:
 
     from trainer.checkpoint.schema import Integer, require
 
+    named = {str: object}
+    hyperparameters = dict.fromkeys(("hyper_parameters?", "hparams?", "datamodule_hyper_parameters?"), (named, None))
+    counters = dict.fromkeys(("epoch?", "global_step?"), Integer())
+    require(read, {"state_dict?": named, **hyperparameters, **counters}, "checkpoint")
     weights = read.get("state_dict")
-    if not isinstance(weights, dict) or not weights:
+    if not weights:
         raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
-    require(weights, {str: object}, "its 'state_dict'")
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
-    for key in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
-        values = read.get(key) or {}
-        require({**values} if isinstance(values, Mapping) else values, {str: object}, f"its {key!r}")
-    for name in ("epoch", "global_step"):
-        require(read.get(name, 0), Integer(), f"its {name!r}")
 
 
 def _read(file: str) -> Mapping[str, Any]:

@@ -18,10 +18,6 @@ from trainer.seed import rng_state
 _ADAM = ("Adam", "AdamW")
 
 
-class NotMappedError(Exception):
-    """The training of a file cannot be continued, for the reason that the error gives."""
-
-
 def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     """Return the entries that `fit(ckpt_path=)` needs to continue: all but weights and hyperparameters.
 
@@ -32,25 +28,22 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
         kind: the name of the optimizer's class, which the file does not have; None to find it by its options.
 
     Raises:
-        NotMappedError: there is not one optimizer, or no class of torch's has its options.
+        CheckpointError: there is not one optimizer, or no class of torch's has its options, or it is not data.
     """
     try:
         return _training_of(read, kind)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         words = f"its optimizer, schedulers or loops are not as Lightning writes them ({type(error).__name__}: {error})"
-        raise NotMappedError(words) from None
+        raise CheckpointError(words) from None
 
 
 def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     states = read.get("optimizer_states")
     if not isinstance(states, list) or len(states) != 1:
-        raise NotMappedError("it does not have the state of exactly one optimizer")
+        raise CheckpointError("it does not have the state of exactly one optimizer")
     schedulers = read.get("lr_schedulers", [])
     optimizer = _optimizer(states[0], kind)
-    try:
-        serialize([optimizer, schedulers], "its optimizer and schedulers")
-    except CheckpointError as error:
-        raise NotMappedError(str(error)) from None
+    serialize([optimizer, schedulers], "its optimizer and schedulers")
     return {
         "optimizers": [optimizer],
         "schedulers": schedulers,
@@ -116,7 +109,7 @@ def _kind(options: Mapping[str, Any]) -> str:
     if set(found) == set(_ADAM):
         return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
     if len(found) != 1:
-        raise NotMappedError("the class of its optimizer is not there: name it with --optimizer AdamW or the like")
+        raise CheckpointError("the class of its optimizer is not there: name it with --optimizer AdamW or the like")
     return found[0]
 
 

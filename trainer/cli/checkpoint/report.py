@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_lines, in_columns
-from trainer.cli.runs.find import main_metrics
-from trainer.errors import ConfigError, did_you_mean, printable
+from trainer.cli.runs.find import main_metrics, mapping
+from trainer.errors import printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ TENSORS_SHOWN = 20
 
 def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
-    names = metrics or main_metrics(_metric_names(found))
+    logged = {name for one in found for name in mapping(one.info.get("metrics")) if isinstance(name, str)}
+    names = metrics or main_metrics(logged)
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
@@ -37,19 +38,6 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 
-def _metric_names(found: list[CheckpointSummary]) -> set[str]:
-    return {name for one in found for name in mapping(one.info.get("metrics")) if isinstance(name, str)}
-
-
-def require_metrics(names: list[str], found: list[CheckpointSummary]) -> None:
-    """Raise a ConfigError for the name of a metric that none of the checkpoints has."""
-    known = sorted(_metric_names(found))
-    for name in names:
-        if name not in known:
-            there = ", ".join(known) or "none"
-            raise ConfigError(f"--metric {name}: no checkpoint has it.{did_you_mean(name, known)} There are: {there}.")
-
-
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
     """Yield the lines that describe a checkpoint.
 
@@ -59,13 +47,12 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
     """
     counters = mapping(data.get("progress")) or manifest.info
     facts: dict[str, Any] = {"checkpoint": path, "written": when(written)}
-    facts |= {name: counters[name] for name in ("step", "epoch", "batch", "samples") if name in counters}
+    facts |= {name: counters.get(name) for name in ("step", "epoch", "batch", "samples")}
     known = ("strategy", "precision", "world_size", "seed", "run_dir")
-    facts |= {name.replace("_", " "): data[name] for name in known if name in data}
+    facts |= {name.replace("_", " "): data.get(name) for name in known}
     facts["versions"] = ", ".join(f"{name} {text_of(value)}" for name, value in mapping(data.get("versions")).items())
     facts["size"] = size(sum(entry.bytes for entry in manifest.files.values()))
-    for name, value in facts.items():
-        yield f"{name:<15} {cell(value)}"
+    yield from (f"{name:<15} {cell(value)}" for name, value in facts.items() if value is not None)
     given = {name: value for name, value in mapping(data.get("hyperparameters")).items() if name != "kinds"}
     for title, content in (("metrics", mapping(manifest.info.get("metrics"))), ("hyperparameters", given)):
         yield f"\n{title}:{'' if content else ' none'}"
@@ -124,11 +111,6 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
             yield from tensors_in(item)
     elif not is_scalar(value):
         yield value
-
-
-def mapping(value: object) -> dict[Any, Any]:
-    """Return a value of a checkpoint that has to be a dict; an empty one for any other."""
-    return value if isinstance(value, dict) else {}
 
 
 def cell(value: object) -> str:

@@ -70,8 +70,7 @@ def _write(options: argparse.Namespace) -> int:
         report = translate(options.source)
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
         _write_output(report.draft.text([by, *_usage_lines(report.start(_fit_command(file)))]), options)
-        printed = options.output == "-"
-        print(report.text(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
+        print(report.text(file), end="", file=sys.stderr if options.output == "-" else sys.stdout)
         return 0
     if options.preset is not None:
         draft, by = ConfigDraft(), f"`trainer config --preset {options.preset}`"
@@ -94,10 +93,11 @@ def translate(name: str) -> Translation:
     from trainer.cli.config.from_accelerate import from_accelerate
     from trainer.cli.config.from_deepspeed import from_deepspeed
     from trainer.cli.config.translation import Translation, read_plain
+    from trainer.config.files import TRANSLATED
 
     path = local_path(name)
     given, kind = read_plain(path)
-    if kind is None:
+    if kind is None or kind not in TRANSLATED:
         raise ConfigError(f"{name} is not an Accelerate (distributed_type) or DeepSpeed (zero_optimization) file.")
     translation = Translation(path, kind)
     (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(translation, given)

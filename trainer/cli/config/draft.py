@@ -85,25 +85,12 @@ class ConfigDraft:
     """The settings of the trainer that are known so far."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the strategy."""
+    """Values by names such as `strategy` and, for an argument of it, `strategy.cpu_offload`."""
 
     def set(self, name: str, value: Any) -> str:
-        """Add a setting, or an argument of the strategy or of compile (`strategy.NAME`). Returns a line of YAML."""
-        owner, _, argument = name.partition(".")
-        if owner == "strategy" and argument:
-            self.arguments[argument] = value
-        elif argument:
-            self.settings.setdefault(owner, {})[argument] = value
-        else:
-            self.settings[owner] = value
-        return f"{name}: {_inline(value)}"
-
-    def get(self, name: str) -> Any:
-        """Return the value of a setting, or of an argument of the strategy (`strategy.NAME`); None: it is not set."""
-        owner, _, argument = name.partition(".")
-        of = self.arguments if owner == "strategy" else self.settings.get(owner, {})
-        return of.get(argument) if argument else self.settings.get(owner)
+        """Add a setting. Returns a line of YAML."""
+        self.settings[name] = value
+        return f"{name}: {inline(value)}"
 
     def add(self, settings: str) -> None:
         """Add settings that are written as YAML: `strategy: fsdp, strategy.cpu_offload: true`."""
@@ -117,12 +104,16 @@ class ConfigDraft:
         from trainer.config.files import to_yaml
 
         lines = [f"# {line}".rstrip() for line in head] + ["", "trainer:"]
-        for name in (name for name in REASONS if name in self.settings):
-            value, reason = self.settings[name], REASONS[name]
+        for name, reason in REASONS.items():
+            names = [key for key in self.settings if key.startswith(f"{name}.")]
+            inside = {key.removeprefix(f"{name}."): self.settings[key] for key in names}
+            value = self.settings.get(name, inside)
+            if value == {}:
+                continue
             if isinstance(reason, dict):
                 reason = reason.get(str(value)) or reason.get(type(value).__name__, "")
-            if name == "strategy" and self.arguments:
-                value = {"class_path": value, "init_args": self.arguments}
+            if name == "strategy" and inside:
+                value = {"class_path": value, "init_args": inside}
             lines += [f"  # {line}" for line in textwrap.wrap(reason, WIDTH - 4)]
             lines += [f"  {line}" for line in to_yaml({name: value}).splitlines()]
         hints = {line: why for line, why in OFTEN_SET.items() if line.partition(":")[0] not in self.settings}
@@ -139,7 +130,8 @@ def launch_line(command: str, machines: int, devices: int | str | None, address:
     return f"trainer launch --nnodes {machines}{processes} --rdzv {address} {command}"
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """Return a value as YAML of one line."""
     import yaml
 
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).removesuffix("...\n").strip()

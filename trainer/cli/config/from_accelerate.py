@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.arguments import local_path
+from trainer.arguments import flat_names, local_path
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.from_deepspeed import COPIES, OFFLOAD, STAGE, from_deepspeed
 from trainer.cli.config.translation import (
@@ -15,7 +15,6 @@ from trainer.cli.config.translation import (
     Reader,
     Translation,
     account,
-    flatten,
     is_off,
     names,
     number,
@@ -37,6 +36,7 @@ _TRUE = one_of(true=True)
 _SHARDING = one_of(shard_grad_op="SHARD_GRAD_OP", _2="SHARD_GRAD_OP", hybrid_shard="HYBRID_SHARD", _4="HYBRID_SHARD")
 SETTINGS: dict[str, tuple[str, Reader]] = {
     "mixed_precision": ("precision", one_of(no="32-true", fp16="16-mixed", bf16="bf16-mixed", fp8="fp8")),
+    "num_machines": ("num_nodes", several),
     "use_cpu": ("accelerator", one_of(true="cpu")),
     "fsdp_config.fsdp_sharding_strategy": ("strategy.sharding_strategy", _SHARDING),
     "fsdp_config.fsdp_reshard_after_forward": ("strategy.reshard_after_forward", one_of(false=False)),
@@ -113,7 +113,7 @@ WORDS: dict[str, tuple[str, str]] = {
 
 def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
     """Account for every key of an Accelerate configuration."""
-    flat = flatten(given)
+    flat = flat_names(given, ".")
     kind = str(flat.get("distributed_type") or "NO").rpartition(".")[2].upper()
     file = flat.pop("deepspeed_config.deepspeed_config_file", None)
     if kind == "DEEPSPEED" and not is_off(file):
@@ -121,7 +121,7 @@ def from_accelerate(done: Translation, given: Mapping[str, Any]) -> None:
     _take_processes(done, flat, kind)
     _take_strategy(done, flat, kind)
     read = {section: reader == kind for section, reader in SECTIONS.items()}
-    read["fsdp_config"] &= done.draft.get("strategy") != COPIES
+    read["fsdp_config"] &= done.draft.settings.get("strategy") != COPIES
     read["dynamo_config"] = not is_off(flat.get("dynamo_config.dynamo_backend"))
     for key, value in flat.items():
         if not read.get(key.partition(".")[0], True):
@@ -146,11 +146,6 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
     """Take the numbers of machines and processes, and the GPUs."""
     done.machines = whole(flat.get("num_machines")) or 1
     done.address = f"{flat.get('main_process_ip') or 'HOST'}:{flat.get('main_process_port') or 29500}"
-    flat.pop("num_machines", None)
-    if done.machines == 1:
-        done.add("num_machines", 1, LEFT_OUT, "one machine is the default")
-    else:
-        done.take("num_machines", done.machines, {"num_nodes": done.machines}, f", and --nnodes {done.machines}")
     total, ids = flat.pop("num_processes", None), str(flat.pop("gpu_ids", "all"))
     each = (whole(total) or 0) // done.machines
     if kind in ("XLA", "TPU"):
@@ -170,14 +165,15 @@ def _take_processes(done: Translation, flat: dict[str, Any], kind: str) -> None:
 def _take_strategy(done: Translation, flat: dict[str, Any], kind: str) -> None:
     """Take the strategy, and the classes of layers that it shards."""
     section = "parallelism_config.parallelism_config_"
-    degrees = {name: whole(flat.get(f"{section}{name}_size")) or 1 for name in ("tp", "cp", "sp", "dp_shard")}
-    replicas, shards = whole(flat.get(f"{section}dp_replicate_size")) or 1, degrees["dp_shard"]
+    names_of_degrees = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+    degrees = {name: whole(flat.get(f"{section}{name}_size")) or 1 for name in names_of_degrees}
+    replicas, shards = degrees.pop("dp_replicate"), degrees["dp_shard"]
     strategy = STRATEGIES.get(kind, COPIES)
     if max(degrees.values()) > 1:
         strategy = SHARDS
     if str(flat.get("fsdp_config.fsdp_sharding_strategy")).lower() in ("no_shard", "3"):
         strategy = COPIES
-    if strategy == ONE and done.draft.get("devices") != 1:
+    if strategy == ONE and done.draft.settings.get("devices") != 1:
         strategy = COPIES
     value = flat.pop("distributed_type", None)
     if kind == "DEEPSPEED":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from trainer.arguments import flat_names
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.translation import (
     BY_HAND,
@@ -14,7 +15,6 @@ from trainer.cli.config.translation import (
     Reader,
     Translation,
     account,
-    flatten,
     number,
     one_of,
     text,
@@ -65,7 +65,8 @@ WORDS: dict[str, tuple[str, str]] = {
 def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "") -> None:
     """Account for every key of a DeepSpeed configuration. `shown`: printed before the keys."""
     read: dict[str, Any] = {}
-    for key, value in flatten(given).items():
+    off = [name for name in ("fp16", "bf16", "bfloat16") if given.get(name, {}).get("enabled") is not True]
+    for key, value in flat_names(given, ".").items():
         if key == "optimizer.type":
             parameters = {name: one for name, one in given["optimizer"].get("params", {}).items() if one != "auto"}
             arguments = "".join(f", {name}={one!r}" for name, one in parameters.items())
@@ -73,44 +74,35 @@ def from_deepspeed(done: Translation, given: Mapping[str, Any], shown: str = "")
             done.add(shown + key, value, BY_HAND, words)
         elif value == "auto" and "." not in key:
             done.add(shown + key, value, LEFT_OUT, "the trainer and your data say it")
-        elif not account(done, key, value, SETTINGS, WORDS, shown):
+        elif account(done, key, value, SETTINGS, WORDS, shown):
+            continue
+        elif key.partition(".")[0] in off:
+            done.add(shown + key, value, LEFT_OUT, "it is off: the trainer's precision decides")
+        elif problems := _problems(key, value):
+            done.add(shown + key, value, BY_HAND, problems[0])
+        else:
             part = read
             *sections, last = key.split(".")
             for section in sections:
                 part = part.setdefault(section, {})
             part[last] = value
             done.add(shown + key, value, TAKEN, "DeepSpeed reads it (strategy.config)")
-    _leave_out_what_is_off(given, read)
-    if done.draft.get("strategy") is None:
+    if done.draft.settings.get("strategy") is None:
         words = ", as DeepSpeed's stage is 0 where none is given"
         done.take(f"{shown}zero_optimization.stage", None, {"strategy": COPIES}, words)
-    if done.draft.get("strategy") == COPIES:
-        done.draft.arguments.clear()
-    elif known := _known_to_deepspeed(done, read, shown):
-        done.draft.set("strategy.config", known)
+    if done.draft.settings.get("strategy") == COPIES:
+        for name in [name for name in done.draft.settings if name.startswith("strategy.")]:
+            del done.draft.settings[name]
+    elif read:
+        done.draft.set("strategy.config", read)
 
 
-def _leave_out_what_is_off(given: Mapping[str, Any], read: dict[str, Any]) -> None:
-    """Leave out the options of a precision that is off: the trainer's decides."""
-    for name in ("fp16", "bf16", "bfloat16"):
-        if given.get(name, {}).get("enabled") is not True:
-            read.pop(name, None)
-
-
-def _known_to_deepspeed(done: Translation, read: dict[str, Any], shown: str) -> dict[str, Any]:
-    """Return what the installed DeepSpeed takes; `fit` would refuse the rest."""
+def _problems(key: str, value: Any) -> list[str]:
+    """Return the problems that the installed DeepSpeed has with a key, which `fit` would refuse."""
     if find_spec("deepspeed") is None:
-        return read
+        return []
     from trainer.strategies.deepspeed.config_checks import key_problems
 
-    kept: dict[str, Any] = {}
-    for key, value in read.items():
-        inside = {f"{key}.{name}": {name: one} for name, one in value.items()} if isinstance(value, dict) else {}
-        for name, part in (inside or {key: value}).items():
-            problems = key_problems({key: part})
-            if problems:
-                done.entries = [one for one in done.entries if not f"{one.key}.".startswith(f"{shown}{name}.")]
-                done.add(shown + name, value, BY_HAND, problems[0])
-            else:
-                kept[key] = kept.get(key, {}) | part if inside else part
-    return kept
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return key_problems(value)

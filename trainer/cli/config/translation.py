@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line
+from trainer.cli.config.draft import WIDTH, ConfigDraft, inline, launch_line
 from trainer.config.files import other_program, read_tree
 from trainer.config.tree import Diagnostics
 
@@ -43,7 +43,7 @@ class Translation:
     def take(self, key: str, value: Any, settings: Mapping[str, Any], words: str = "") -> None:
         """Write settings by their names; of two values of one setting the first counts."""
         for name, setting in settings.items():
-            former = self.draft.get(name)
+            former = self.draft.settings.get(name)
             if former not in (None, setting):
                 self.add(key, value, BY_HAND, f"{name} is {former} already, which counts: two are asked for")
                 return
@@ -52,23 +52,23 @@ class Translation:
 
     def add(self, key: str, value: Any, kind: str, words: str) -> None:
         """Account for a key that writes no setting."""
-        shown = textwrap.shorten(str(value).lower() if isinstance(value, bool) else str(value), 40, placeholder="...")
+        shown = textwrap.shorten(inline(value), 40, placeholder="...")
         self.entries.append(TranslatedLine(key, shown, kind, words))
 
     def start(self, command: str) -> str:
         """Return the command that starts the training on these machines."""
         return launch_line(command, self.machines, self.draft.settings.get("devices"), self.address)
 
-    def text(self, written: str | None) -> str:
-        """Return all keys, grouped by kind of translation, and the next command. `written`: the new file, if any."""
-        lines = [f"{self.source} is {self.format}." + ("" if written is None else f" Written: {written}")]
+    def text(self, file: str) -> str:
+        """Return all keys, grouped by kind of translation, and the next command, which reads the new file."""
+        lines = [f"{self.source} is {self.format}, translated for {file}."]
         for kind in KINDS:
             entries = [(f"{entry.key}: {entry.value}", entry.message) for entry in self.entries if entry.kind == kind]
             lines += ["", f"{kind}:"] if entries else []
             for left, message in entries:
                 lines.append(f"  {left}")
                 lines.append(textwrap.indent(textwrap.fill(message, WIDTH, break_long_words=False), " " * 6))
-        fit = f"trainer fit --config module.yaml {quote(written or 'run.yaml')}"
+        fit = f"trainer fit --config module.yaml {quote(file)}"
         return "\n".join([*lines, "", f"start it with: {self.start(fit)}"]) + "\n"
 
 
@@ -83,14 +83,6 @@ def read_plain(path: Path) -> tuple[dict[str, Any], str | None]:
     findings.report()
     assert tree is not None
     return tree.plain(), other_program(tree)
-
-
-def flatten(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted keys; an empty section is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
-    return flat
 
 
 def is_off(value: Any) -> bool:

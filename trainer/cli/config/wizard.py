@@ -69,11 +69,9 @@ def ask_all() -> ConfigDraft:
     if machines > 1:
         draft.set("num_nodes", machines)
     devices: int | str = "auto"
-    if machine == "mps" and machines == 1:
-        devices = 1
-    elif machine != "tpu":
+    if machine != "tpu":
         question = "How many processes on each machine? One for each GPU is usual; 'all': as many."
-        typed = ask(question, "1" if machine == "cpu" else "all", NUMBER_OR_ALL)[0]
+        typed = ask(question, "1" if machine in ("cpu", "mps") else "all", NUMBER_OR_ALL)[0]
         devices = int(typed) if typed.isdecimal() else "auto"
     draft.set("devices", devices)
     layout = "tpu" if machine == "tpu" else "one"

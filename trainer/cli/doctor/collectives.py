@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainer.cli.doctor.results import CheckResult
+from trainer.config.classes import one_line_error
 from trainer.errors import ConfigError, TrainerError
 
 MEGABYTES = 16
@@ -30,10 +31,10 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     environment = detect_environment()
     rank, world = environment.rank, environment.world_size
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
-    device = torch.device("cuda", environment.local_rank) if cuda else torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if cuda:
+        device, backend = torch.device("cuda", environment.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         backend, store=join_store(environment, timeout), rank=rank, world_size=world, timeout=timeout
@@ -60,7 +61,7 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     return {
         "world_size": world,
         "device": device.type,
-        "backend": "nccl" if cuda else "gloo",
+        "backend": backend,
         "wrong": wrong,
         "all_reduce": 2 * share * size / slowest[0].item(),
         "all_gather": share * size * world / slowest[1].item(),
@@ -96,9 +97,10 @@ def collectives(number: int) -> CheckResult:
     except ConfigError as error:
         return CheckResult("FAIL", "collectives", f"{error}")
     except (TrainerError, RuntimeError) as error:
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         fix = "Look at NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (the name of a network in `ip link`) and at firewalls."
-        return CheckResult("FAIL", "collectives", f"{number} processes cannot exchange tensors: {last}", fix)
+        return CheckResult(
+            "FAIL", "collectives", f"{number} processes cannot exchange tensors: {one_line_error(error)}", fix
+        )
     subject = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
     if found["wrong"]:
         fix = "Hardware or driver: run nccl-tests and `nvidia-smi -q`; NCCL_P2P_DISABLE=1 tells whether it is the link."

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
 from trainer.cli.columns import print_fitted
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, overrides_of, positive, recipe_of, reports_errors
-from trainer.config.tree import Diagnostics
+from trainer.cli.options import CommandParser, config_option, positive, recipe_of, reports_errors
+from trainer.config.tree import Diagnostics, Node
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -39,16 +39,19 @@ def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration."""
     from trainer.distributed.environment import detect_environment
 
-    results = []
-    # stdout holds nothing but the JSON, whatever the user's files print.
-    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
-        given, configuration = _read(arguments)
+    results, output = [], sys.stdout
+    findings, configuration = Diagnostics(), None
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
+    with redirect_stdout(sys.stderr):  # whatever the user's files print: stdout has nothing but the results
+        if given.config or overrides:
+            configuration = recipe_of(given.config, overrides, findings)
+        findings.report()
         environment = detect_environment()
-        for result in _checks(given, configuration, arguments, environment.local_rank == 0):
+        for result in _checks(given, overrides, configuration, environment.local_rank == 0):
             results.append(result)
             if not given.json and (environment.rank == 0 or result.status != "OK"):
                 of_rank = f"rank {environment.rank}: " if environment.rank else ""
-                print_fitted(f"{of_rank}{result.line()}\n")
+                print_fitted(f"{of_rank}{result.line()}\n", output)
     if environment.rank == 0:
         print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
     return int(failed(results))
@@ -71,18 +74,8 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(arguments: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
-    """Return the options and the checked configuration; None: none was given."""
-    findings = Diagnostics()
-    given, overrides = _parser().parse_with_overrides(arguments, findings)
-    if given.config or overrides:
-        return given, recipe_of(given.config, overrides, findings)
-    findings.report()
-    return given, None
-
-
 def _checks(
-    given: argparse.Namespace, configuration: Recipe | None, arguments: list[str], first_here: bool
+    given: argparse.Namespace, overrides: list[tuple[str, Node]], configuration: Recipe | None, first_here: bool
 ) -> Iterator[CheckResult]:
     """Run all checks; `first_here`: also those that one process does for its machine."""
     from trainer.cli.doctor.collectives import collectives
@@ -91,17 +84,15 @@ def _checks(
 
     if first_here:
         yield from machine()
-        root = given.root or (configuration.trainer.get("default_root_dir") if configuration is not None else None)
-        yield from disk(local_path(root or Settings.default_root_dir))
+        planned = {} if configuration is None else configuration.trainer
+        yield from disk(local_path(given.root or planned.get("default_root_dir", Settings.default_root_dir)))
     yield collectives(given.devices)
     if configuration is not None:
-        yield _one_step(arguments, given)
+        yield _one_step(given, overrides)
 
 
-def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
+def _one_step(given: argparse.Namespace, overrides: list[tuple[str, Node]]) -> CheckResult:
     """Run a batch of training and of validation in separate processes, with `trainer fit`."""
-    findings = Diagnostics()
-    overrides, _ = overrides_of(arguments, findings)
     command = [sys.executable, "-m", "trainer", "fit"]
     command += ["--config", *given.config] if given.config else []
     command += [f"--{name}={json.dumps(node.plain())}" for name, node in overrides]
@@ -113,7 +104,7 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
         return CheckResult("FAIL", "one step", f"was not done after {given.timeout:g} s.", fix)
     if done.returncode == 0:
         return CheckResult("OK", "one step", "a batch of training, and of validation where there is one, went through")
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it printed nothing"]
+    lines = done.stderr.rstrip().splitlines()
     said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
     found = f"trainer fit {end}: {' '.join(said)}"

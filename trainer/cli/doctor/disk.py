@@ -18,7 +18,6 @@ SAMPLE = 32 * 2**20
 """Bytes that are written to measure the speed."""
 SLOW_SYNC_S = 0.5
 SKEW_S = 5.0
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs"}
 
 
 @contextmanager
@@ -50,10 +49,8 @@ def disk(root: Path) -> Iterator[CheckResult]:
 
 def _space(root: Path) -> CheckResult:
     usage = shutil.disk_usage(root)
-    kind = file_system(root)
-    remote = kind in NETWORK or kind.startswith("fuse.")
-    where = f"{root} ({'a network file system, ' if remote else ''}{kind})"
-    few = usage.free < ENOUGH_DISK or usage.free < usage.total / 100
+    where = f"{root} ({file_system(root)})"
+    few = usage.free < max(ENOUGH_DISK, usage.total / 100)
     fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
     return check_result("WARN", few, "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free", fix)
 

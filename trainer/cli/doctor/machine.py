@@ -29,13 +29,12 @@ ENOUGH_FILES = 4096
 ENOUGH_MEMORY = 2 * 2**30
 
 
-def machine(accelerators: bool = True) -> Iterator[CheckResult]:
+def machine() -> Iterator[CheckResult]:
     """Run the checks that write nothing and need no other process."""
     yield from _versions()
     yield from _compilers()
-    if accelerators:
-        yield from devices()
-        yield matrix_products()
+    yield from devices()
+    yield matrix_products()
     yield from _memory()
     yield from _limits()
     yield from _network()
@@ -44,7 +43,7 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
 def _versions() -> Iterator[CheckResult]:
     installed = versions()
     yield CheckResult("OK", "python", f"{installed['python']}, {sys.executable}")
-    yield CheckResult("OK", "torch", installed["torch"] or "is not installed")
+    yield CheckResult("OK", "torch", str(installed["torch"]))
     for collision in collisions():
         yield CheckResult("WARN", "import name", collision)
     for package, gives in EXTRAS.items():
@@ -88,9 +87,10 @@ def _gpu(number: int) -> CheckResult:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     text = f"{properties.name}, {gib(free)} of {gib(total)} are free"
-    built = [int(found) // 10 for found in re.findall(r"_(\d+)", " ".join(torch.cuda.get_arch_list()))]
-    if built and properties.major > max(built):
-        fix = f"This torch is built for {', '.join(torch.cuda.get_arch_list())}: install a newer one."
+    architectures = " ".join(torch.cuda.get_arch_list())
+    newest = max([int(found) // 10 for found in re.findall(r"_(\d+)", architectures)], default=properties.major)
+    if properties.major > newest:
+        fix = f"This torch is built for {architectures}: install a newer one."
         return CheckResult("FAIL", f"cuda:{number}", f"{text}; its compute capability is unknown to torch.", fix)
     used = "Somebody else uses it: nvidia-smi shows who."
     return check_result("WARN", free < total / 2, f"cuda:{number}", text, used)
@@ -160,5 +160,5 @@ def _network() -> Iterator[CheckResult]:
         yield CheckResult("WARN", "host name", f"{name} means no machine: {error}.", fix)
         return
     alone = address.startswith("127.")
-    found = f"{name} is {address}{', by which other machines do not find this one' if alone else ''}"
-    yield check_result("NOTE", alone, "host name", found, "With several machines, give --rdzv another address of it.")
+    fix = "Other machines do not find this one by that address: give --rdzv another one."
+    yield check_result("NOTE", alone, "host name", f"{name} is {address}", fix)

@@ -22,7 +22,7 @@ class CheckResult:
 
     def line(self) -> str:
         """Return a line such as `"WARN  disk  3 GiB are free. Make room ..."`."""
-        return f"{self.status:<5} {self.subject:<13} {self.found}{f' {self.fix}' if self.fix else ''}"
+        return f"{self.status:<5} {self.subject:<13} {self.found} {self.fix}".rstrip()
 
 
 def check_result(status: Status, problem: object, subject: str, found: str, fix: str) -> CheckResult:

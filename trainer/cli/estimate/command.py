@@ -14,12 +14,9 @@ from trainer.cli.columns import print_fitted
 from trainer.cli.estimate.layouts import fitting, planned_devices, planned_window
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, positive, recipe_of, reports_errors, size
-from trainer.config.plug_names import precisions
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError
 from trainer.model.memory import Layout, ModelSize, Setup, Weight, estimate_memory, number_sizes
-from trainer.names.aliases import SHORT_PRECISIONS
-from trainer.names.misses import words_for
 
 if TYPE_CHECKING:
     from trainer.cli.estimate.module import EstimateInput
@@ -55,6 +52,7 @@ def run(arguments: list[str]) -> int:
     foreign = len(given.config) == 1 and not overrides and _is_hugging_face(given.config[0])
     configuration = None if given.params or foreign else _configuration(given, overrides, findings)
     from trainer.cli.estimate.module import examine, examine_hugging_face
+    from trainer.cli.estimate.report import as_data
     from trainer.precision import resolve_precision
 
     _fill_in(given, {} if configuration is None else configuration.trainer)
@@ -67,46 +65,45 @@ def run(arguments: list[str]) -> int:
         found = examine_hugging_face(given.config[0], precision) if foreign else _input_of_number(given)
     found.shape |= {name: value for name in SIZES if (value := getattr(given, name)) is not None}
     if given.gpus:
-        return _print_fitting(given, found, precision)
-    return _print_strategies(given, found, precision, configuration)
+        data, text = _fitting(given, found, precision)
+    else:
+        data, text = _strategies(given, found, precision, configuration)
+    if given.json:
+        print(json.dumps({**as_data(found, given), **data}, indent=2))
+    else:
+        print_fitted(text)
+    return int(data.get("layouts") == [])
 
 
-def _print_strategies(
+def _strategies(
     given: argparse.Namespace, found: EstimateInput, precision: Precision, configuration: Recipe | None
-) -> int:
-    from trainer.cli.estimate.report import as_data, report
+) -> tuple[dict[str, Any], str]:
+    """Return the estimates of the strategies, as data and as text."""
+    from trainer.cli.estimate.report import report
 
     layouts, configured = _layouts(given, configuration)
     setup = Setup(given.devices * given.num_nodes, number_sizes(precision), given.devices, given.accumulate)
     model = found.transformer(given.checkpointing)
     rows = {label: estimate_memory(layout, found.size, setup, model) for label, layout in layouts.items()}
-    if given.json:
-        several = [{"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()]
-        print(json.dumps({**as_data(found, given), "processes": setup.processes, "strategies": several}, indent=2))
-    else:
-        print_fitted(report(found, given, model, rows, configured))
-    return 0
+    several = [{"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()]
+    data = {"processes": setup.processes, "strategies": several}
+    return data, report(found, given, model, rows, configured)
 
 
-def _print_fitting(given: argparse.Namespace, found: EstimateInput, precision: Precision) -> int:
-    from trainer.cli.estimate.report import as_data, fitting_report
+def _fitting(given: argparse.Namespace, found: EstimateInput, precision: Precision) -> tuple[dict[str, Any], str]:
+    """Return the layouts that fit, as data and as text."""
+    from trainer.cli.estimate.report import fitting_report
 
     found.shape.setdefault("batch", 1)
     model = found.transformer(given.checkpointing)
-    missing = [f"--{name}" for name in ("hidden", "heads", "sequence") if name not in found.shape]
-    missing += ["--layers"] * (not found.size.blocks)
-    if model is None or missing:
-        raise ConfigError(f"layouts depend on sizes that are not known here: give {' '.join(missing)} too.")
+    if model is None or "heads" not in found.shape or not found.size.blocks:
+        raise ConfigError("layouts need --hidden, --heads, --sequence and --layers: give those that are not known.")
     per_machine = min(given.devices, given.gpus)
     if given.gpus % per_machine:
         raise ConfigError(f"--gpus {given.gpus} is not a multiple of --devices {per_machine}, the GPUs of a machine.")
     setup = Setup(given.gpus, number_sizes(precision), per_machine, given.accumulate)
     ranked, least = fitting(model, found.size, setup, precision, given.memory * (1 - LEFT))
-    if given.json:
-        print(json.dumps({**as_data(found, given), "layouts": ranked, "least": least}, indent=2))
-    else:
-        print_fitted(fitting_report(found, given, model, ranked, least))
-    return int(not ranked)
+    return {"layouts": ranked, "least": least}, fitting_report(found, given, model, ranked, least)
 
 
 # -- the question ------------------------------------------------------------------------------------------------------
@@ -151,9 +148,6 @@ def _check(given: argparse.Namespace, has_configuration: bool) -> None:
     """Check options before torch is imported, which takes seconds."""
     if has_configuration == (given.params is not None):
         raise ConfigError("give either a configuration (--config run.yaml) or a number of parameters (--params 7e9).")
-    known = [*precisions(), *SHORT_PRECISIONS]
-    if given.precision not in (None, *known):
-        raise unknown_name_error("precision", given.precision, known, words_for("precision", [given.precision]))
     if (given.gpus is None) != (given.memory is None) or (given.memory or 1e9) < 1e9:
         raise ConfigError("--gpus and --memory go together, the memory with its unit: --gpus 64 --memory 80G.")
 
@@ -194,7 +188,7 @@ def _input_of_number(given: argparse.Namespace) -> EstimateInput:
     layers, table = given.layers, (given.vocabulary or 0) * (given.hidden or 0)
     if given.params < 2 * table + layers:
         raise ConfigError(f"--params {given.params} is less than two tables of --vocabulary x --hidden.")
-    block = (given.params - 2 * table) // max(layers, 1) * bool(layers)
+    block = (given.params - 2 * table) // layers if layers else 0
     sizes = table, block, given.params - table - layers * block
     first, each, last = (Weight(elements, elements, is_matrix=True) for elements in sizes)
     return EstimateInput("model", ModelSize([first], [[each]] * layers, [last]))

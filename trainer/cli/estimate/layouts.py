@@ -117,7 +117,8 @@ def fitting(
 
 def _splits(model: Transformer, size: ModelSize, setup: Setup) -> Iterator[dict[str, Any]]:
     """Yield the options of the divisions of the GPUs that a model of these sizes allows."""
-    per_machine, experts = setup.per_machine or setup.processes, max(1, model.experts)
+    per_machine, experts = setup.per_machine, max(1, model.experts)
+    assert per_machine is not None
     heads = math.gcd(model.heads, model.kv_heads)
     divisors = [number for number in range(1, setup.processes + 1) if setup.processes % number == 0]
     tensors = [number for number in divisors if number <= per_machine and heads % number == 0]
@@ -141,9 +142,10 @@ def _hybrid(options: dict[str, Any], readers: int, here: int) -> Iterator[dict[s
 
 def _sent(model: Transformer, layout: Layout, size: ModelSize, setup: Setup) -> tuple[int, int]:
     """Return the bytes that a process sends to other machines and in all, in the stage with most."""
-    found = []
+    found, per_machine = [], setup.per_machine
+    assert per_machine is not None
     for stage in stages_of(size, layout, setup):
         sent = collectives(model, layout, setup, stage)
-        between = [one for one in sent if reach(layout, setup, one.along) > (setup.per_machine or setup.processes)]
+        between = [one for one in sent if reach(layout, setup, one.along) > per_machine]
         found.append((round(sum(one.sent for one in between)), round(sum(one.sent for one in sent))))
     return max(found)

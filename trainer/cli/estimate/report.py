@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.cli.columns import fitted_lines
-from trainer.cli.estimate.module import NEEDED, EstimateInput
+from trainer.cli.estimate.module import EstimateInput
 from trainer.model.memory import Memory, Transformer, elements_of
 
 COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "temporary", "host", "activations")
@@ -60,7 +60,8 @@ def fitting_report(
     rows = [[f"fsdp on {given.gpus} GPUs", "micro-batches", "bubble", "GB", "GB to other machines", "GB sent"]]
     for one in ranked[:SHOWN]:
         options = [f"{name}={value}".replace(" ", "") for name, value in one["strategy"].items()]
-        options += ["recomputing"] * (one["checkpointing"] and not model.checkpointing)
+        if one["checkpointing"] and not model.checkpointing:
+            options.append("recomputing")
         sizes = [f"{one[name] / 1e9:,.1f}" for name in ("memory", "between", "sent")]
         rows.append([" ".join(options) or "no options", str(one["window"]), f"{one['bubble']:.0%}", *sizes])
     lines = fitted_lines(rows, range(1, 6), (5, 2, 1), "--json")
@@ -77,11 +78,10 @@ def _page(found: EstimateInput, given: Namespace, model: Transformer | None, lin
     words = f"{found.name}: {elements_of(weights):,} parameters, {frozen:,} of them frozen, "
     words += f"{idle:,} of them trained by no optimizer; {found.size.buffers:,} bytes of buffers"
     options = f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter)"
-    missing = [f"--{name}" for name in NEEDED if name not in found.shape]
-    about = f"activations of a transformer are not counted: give {' '.join(missing)}"
+    about = "activations are not counted: that takes --hidden, --sequence and --batch"
     if model is not None:
-        mlp = f"{f'{model.experts} experts' if model.experts else 'MLP'} of {model.intermediate}"
-        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, {mlp}, "
+        about = f"a transformer of {len(found.size.blocks)} layers, width {model.hidden}, {model.heads} heads, "
+        about += f"{model.experts} experts, MLPs of {model.intermediate}, "
         about += f"vocabulary {model.vocabulary or 'unknown'}, micro-batches of {model.batch} x {model.sequence} tokens"
         about += f", activation checkpointing {'on' if model.checkpointing else 'off'}"
     return "\n".join([words, options, about, "", *lines, *(f"note: {note}" for note in found.notes)]) + "\n"

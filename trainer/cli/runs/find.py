@@ -97,8 +97,9 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
     place = str(path.relative_to(folder)) if path != folder else path.absolute().name
     one = RunSummary(path, with_name(place, path), "no checkpoint")
     checkpoints = path / CHECKPOINTS
-    read = {target.parent.name: read_json(target).get("info") for target in checkpoints.glob("*/manifest.json")}
-    infos = {name: _checked(info) for name, info in read.items() if isinstance(info, dict)}
+    manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
+    read = {name: mapping(manifest.get("info")) for name, manifest in manifests.items()}
+    infos = {name: _checked(info) for name, info in read.items() if info}
     _fill_in_times(one, infos)
     pointers = [read_json(checkpoints / name).get("checkpoint") for name in ("last.json", "best.json")]
     last, best = (infos.get(str(name)) for name in pointers)
@@ -121,8 +122,7 @@ def summary_of(path: Path, folder: Path) -> RunSummary:
 
 def _hyperparameters_of(path: Path, checkpoint: Path) -> dict[str, Any]:
     """Return the hyperparameters that a logger has written, or else a checkpoint's."""
-    saved = read_json(checkpoint / "checkpoint.json").get("hyperparameters")
-    saved = saved if isinstance(saved, dict) else {}
+    saved = mapping(read_json(checkpoint / "checkpoint.json").get("hyperparameters"))
     of_owners = {owner: saved[owner] for owner in ("module", "data") if owner in saved}
     return flat_names(read_json(path / "hparams.json") or of_owners, ".")
 
@@ -140,9 +140,8 @@ def _checked(info: dict[str, Any]) -> dict[str, Any]:
     """Return the info of a checkpoint with values of the right kinds, and its state: anybody may have written it."""
     counters = {name: info.get(name) for name in ("step", "epoch", "began", "captured")}
     found: dict[str, Any] = {name: value if _is_number(value) else None for name, value in counters.items()}
-    metrics = info.get("metrics")
-    known = metrics.items() if isinstance(metrics, dict) else ()
-    found["metrics"] = {name: float(value) for name, value in known if _is_number(value)}
+    metrics = mapping(info.get("metrics"))
+    found["metrics"] = {name: float(value) for name, value in metrics.items() if _is_number(value)}
     state = f"stopped ({info['stopped']})" if isinstance(info.get("stopped"), str) else "unfinished"
     return found | {"state": "finished" if info.get("finished") is True else state}
 
@@ -166,10 +165,13 @@ def is_locked(folder: Path) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(_text_of(file))
-        if isinstance(found, dict):
-            return found
+        return mapping(json.loads(_text_of(file)))
     return {}
+
+
+def mapping(value: object) -> dict[Any, Any]:
+    """Return a value of a file that has to be a dict; an empty one for any other."""
+    return value if isinstance(value, dict) else {}
 
 
 def _text_of(file: Path) -> str:
@@ -183,8 +185,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     Args:
         path: the run directory, or one of the two files.
     """
-    files = [path] if path.name in METRIC_FILES else [path / name for name in METRIC_FILES]
-    file = next((file for file in files if file.is_file()), files[0])
+    files = [path, *(path / name for name in METRIC_FILES)]
+    file = next((file for file in files if file.is_file()), path)
     found: dict[str, list[tuple[int, float]]] = {}
     with suppress(OSError, UnicodeDecodeError, csv.Error), open(file, newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines) if file.suffix == ".csv" else map(_row_of_json, lines):
@@ -195,8 +197,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 def _row_of_json(line: str) -> dict[str, Any]:
     """Return the values of a line; none of a damaged line, and of one with media, which have a kind."""
     with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and not isinstance(row.get("kind"), str):
+        row = mapping(json.loads(line))
+        if not isinstance(row.get("kind"), str):
             return row
     return {}
 
