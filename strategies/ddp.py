@@ -19,7 +19,7 @@ from trainer.module import TrainModule
 from trainer.precision import is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategies.swapped_parameters import changed_alike
-from trainer.strategy import SkippedBatch, StepOptions
+from trainer.strategy import SkippedBatch, StepOptions, marks_of_gradients
 
 
 class _DDPForward(StepForward):
@@ -176,20 +176,18 @@ class DDPStrategy(DistributedStrategy):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         # Which modules a loss is of, only the gradients tell.
-        before = [(one, one._gradients()) for one in self._trained] if len(self._trained) > 1 else [(self, None)]
+        before: list[tuple[DDPStrategy, Any]] = [(self, None)]
+        if len(self._trained) > 1:
+            before = [(one, marks_of_gradients(one.module.parameters())) for one in self._trained]
         for one, _ in before:
             wrapped = one.wrapped
             if wrapped is not None and wrapped.find_unused_parameters and wrapped.require_backward_grad_sync:
                 wrapped.reducer.prepare_for_backward([loss])  # which may use fewer parameters than the outputs
                 one._prepared = True
         self._run_backward(loss)
-        for one, gradients in before:
-            if gradients is None or gradients != one._gradients():
+        for one, marks in before:
+            if marks is None or marks != marks_of_gradients(one.module.parameters()):
                 one._complete_backward()
-
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        """Return numbers that change with the gradients."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
 
     def _complete_backward(self) -> None:
         """Average over the processes what torch has not; the mean of what it has averaged is the same."""

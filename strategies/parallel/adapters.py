@@ -51,10 +51,10 @@ def refuse_adapted_parameters(module: nn.Module) -> None:
 def styles_within(
     names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], wrapped: Collection[str]
 ) -> dict[str, ParallelStyle]:
-    """Return styles for the parts of wrapped layers in place of those of the layers; what cannot be split stays.
+    """Replace the styles of wrapped layers by styles of their parts; layers that cannot be split keep theirs.
 
-    An adapter of LoRA is two layers in a row beside its layer. Where the layer's outputs are split, so are those of the
-    second one; where its inputs are, so are those of the first.
+    An adapter of LoRA is two layers in a row beside its layer. If the layer's outputs are split, so are the outputs of
+    the second one; if its inputs are split, so are the inputs of the first one.
 
     Args:
         names: modules by their names.

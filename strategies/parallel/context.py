@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import nodes_behind, tensors_in
 from trainer.strategies.parallel.refusals import without_graph
 from trainer.strategies.parallel.verify import Inputs, Results, Verification, compare, results_of, tensors_left
@@ -103,7 +104,7 @@ class ContextParallel:
         if self._is_split:
             raise ConfigError(
                 "context_parallel: a step has not called the last block, whose output is gathered, and has computed "
-                "with parts of sequences after the blocks: multiply what a block adds by 0 instead of skipping it."
+                "with parts of sequences after the blocks. Multiply what a block adds by 0 instead of skipping it."
             )
 
     def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,14 +115,14 @@ class ContextParallel:
     def _measure_hidden(self, hidden: torch.Tensor) -> None:
         if hidden.dim() < 3:
             raise ConfigError(
-                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is split is "
+                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}. Give the blocks tensors of "
                 "(batch, length, features)."
             )
         self.batch, self.length = hidden.shape[:2]
         if self.length % self.parts or self.length < 2 * self.parts:
             raise ConfigError(
                 f"context_parallel={self.parts} does not divide sequences of {self.length} tokens into parts of at "
-                f"least 2: pad the batches to a multiple of {self.parts}, in the collate_fn."
+                f"least 2. Pad the batches to a multiple of {self.parts}, in the collate_fn."
             )
 
     def _cutter(self, name: str, is_first: bool, starts_split: bool) -> Callable[..., Any]:
@@ -197,7 +198,7 @@ class ContextParallel:
             if dim is not None and leaf.shape[dim] * self.parts == self.length:
                 raise ConfigError(
                     f"context_parallel: {name} gets an argument for the {leaf.shape[dim]} tokens of a part, computed "
-                    "between two blocks: compute what belongs to tokens, such as positions, before the first block."
+                    "between two blocks. Compute what belongs to tokens, such as positions, before the first block."
                 )
             if dim is None or leaf.shape[dim] != self.length:
                 return Shared.apply(leaf, self.group) if leaf.requires_grad else leaf
@@ -208,7 +209,7 @@ class ContextParallel:
     def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """Return the best and the second best guess of the dimension of tokens; None for masks and others.
 
-        A mask's last dimension is that of keys, of as many as there are tokens.
+        A mask's last dimension is the keys, of which there are as many as tokens.
         """
         last = tensor.dim() - 1
         found = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
@@ -233,9 +234,9 @@ class ContextParallel:
         ]
         if any(isinstance(one, torch.Tensor) and one.requires_grad and one.shape[:2] != own for one in output):
             raise ConfigError(
-                f"context_parallel: {name} returns a second tensor with a gradient that is not (batch, length, ...), "
-                "and is computed from a part of the tokens: a loss that is computed from it would be wrong. Return "
-                "values of each token, and compute the loss outside of the blocks; or detach() what is only logged."
+                f"context_parallel: {name} returns a second tensor with a gradient that is not (batch, length, ...): a "
+                "loss computed from it would be of a part of the tokens. Return values of each token, and compute the "
+                "loss outside of the blocks; or detach() what is only logged."
             )
         return type(output)(*joined) if hasattr(output, "_fields") else tuple(joined)
 
@@ -270,11 +271,10 @@ class ContextParallel:
                 return
         raise ConfigError(
             f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
-            "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "
-            'model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get '
-            "positions as arguments from outside of the blocks, and nothing that each process keeps of its tokens. "
-            "With as many samples as tokens in a batch it is not clear which arguments belong to tokens. In this step: "
-            f"{differences[0]}."
+            f"sequence: {differences[0]}. Mix tokens by torch.nn.functional.scaled_dot_product_attention only (a "
+            'Hugging Face model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), '
+            "give the blocks positions as arguments and nothing that each process keeps of its tokens, and use batches "
+            "whose number of samples is not their number of tokens."
         )
 
 
@@ -285,7 +285,7 @@ class _Output(NamedTuple):
     """Its name, and whether it trains."""
     tensor: weakref.ref[torch.Tensor]
     node: Any
-    """That of autograd's graph which has computed it."""
+    """The node of autograd's graph that has computed it."""
 
 
 def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
@@ -303,12 +303,11 @@ def split_hidden(
     """
     rest = dict(kwargs)
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
-    if not isinstance(hidden, torch.Tensor) or not (hidden.is_floating_point() or hidden.is_complex()):
+    if not takes_gradient(hidden):
         given = getattr(hidden, "dtype", type(hidden).__name__)
         raise ConfigError(
-            f"{class_of(block).__name__} gets {given} as its first argument: blocks that are split over processes take "
-            "what the block before has returned first, a tensor (batch, length, features), also by name: masks and "
-            "others come after it."
+            f"{class_of(block).__name__} gets {given} as its first argument. Give blocks that are split over processes "
+            "the output of the block before first, a tensor (batch, length, features), and masks and others after it."
         )
     return hidden, args[1:], rest
 
@@ -322,8 +321,8 @@ def first_tensor(output: Any) -> torch.Tensor:
     found = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(found, torch.Tensor):
         raise ConfigError(
-            f"a block returns a {type(output).__name__}: blocks that are split over processes return a tensor (batch, "
-            "length, features), or a tuple that begins with one."
+            f"a block returns a {type(output).__name__}. Return a tensor (batch, length, features), or a tuple that "
+            "begins with one, from blocks that are split over processes."
         )
     return found
 
@@ -340,7 +339,7 @@ class _WithAttention:
 
 
 class SplitAttention(TorchFunctionMode):
-    """Has `scaled_dot_product_attention` attend from this process's tokens to those of all."""
+    """Has `scaled_dot_product_attention` attend from this process's tokens to all tokens."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: AttentionExchange) -> None:
         super().__init__()
@@ -371,8 +370,8 @@ class SplitAttention(TorchFunctionMode):
         """
         if query.dim() != 4:
             raise ConfigError(
-                f"context_parallel: attention over a query of {tuple(query.shape)}; what is split is (batch, heads, "
-                "length, features)."
+                f"context_parallel: attention over a query of {tuple(query.shape)}. Give it (batch, heads, length, "
+                "features)."
             )
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         mask = self._full_mask(attn_mask, query.shape[2], key.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, describe_blocks
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
@@ -99,13 +101,11 @@ class Pipeline:
         backwards: dist.ProcessGroup,
         shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
     ) -> None:
-        """Begin anew with these groups, at the start of a run: one before it may have ended with messages on their way.
-
-        The arguments are those of the constructor.
-        """
+        """Start a run with new groups, because an earlier run may have left messages pending in the old ones."""
         self._forwards = forwards
         self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
         self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
+        self._neighbours = [one for one in (self._next, self._before) if one is not None]
         self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
@@ -137,11 +137,10 @@ class Pipeline:
     @property
     def has_messages(self) -> bool:
         """Whether messages to or from this stage are on their way, as after an error within a window."""
-        neighbours = [one for one in (self._next, self._before) if one is not None]
-        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in neighbours)
+        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in self._neighbours)
 
     def describe(self) -> str:
-        """Return the blocks of this stage in words."""
+        """Return text with the blocks of this stage."""
         return f"stage {self.stage} of {self.stages}: {describe_blocks(self.blocks)}"
 
     def writes(self, name: str) -> bool:
@@ -188,7 +187,7 @@ class Pipeline:
         if self._taken:
             raise ConfigError(
                 f"pipeline_parallel: {class_of(block).__name__} is called twice in one step, and a pipeline runs each "
-                "block once for a batch: call the model once, on one batch (torch.cat), or use another strategy."
+                "block once for a batch. Call the model once, on one batch (torch.cat), or use another strategy."
             )
         self._taken = True
         self._around_blocks = self._generators.states()
@@ -198,7 +197,7 @@ class Pipeline:
         if not self._taken:
             raise ConfigError(
                 f"pipeline_parallel: the first block of stage {self.stage} was skipped in this step, and a pipeline "
-                "runs every block once for a batch: multiply what a block adds by 0 instead, or use another strategy."
+                "runs every block once for a batch. Multiply what a block adds by 0 instead, or use another strategy."
             )
         self._generators.restore(self._around_blocks)
 
@@ -216,8 +215,8 @@ class Pipeline:
         if not self._taken:
             raise ConfigError(
                 f"pipeline_parallel: {step} has not called {describe_blocks(self.blocks)}, or a later block before "
-                "them: a pipeline needs one forward of the model in each step, through its blocks in the order in "
-                "which they are registered; a step cannot be left (return None) before it."
+                "them. Run one forward of the model in each step, through its blocks in the order in which they are "
+                "registered, and do not leave the step (return None) before it."
             )
         if self._next is not None:
             self._next.send(outputs)
@@ -233,8 +232,8 @@ class Pipeline:
     def _shared_random_numbers(self, device: torch.device) -> Iterator[None]:
         """Have all stages draw the same random numbers around the blocks, although they run through other blocks.
 
-        Each micro-batch has a seed of its own, drawn from the generators that the stages of a model share; blocks draw
-        from other ones, see `_begin`.
+        Each micro-batch has its own seed, drawn from the generators that the stages of a model share. Blocks draw from
+        other generators, see `_begin`.
         """
         self._generators = _Generators(device)
         self._seed = int(torch.randint(2**62, (), device="cpu"))
@@ -298,10 +297,9 @@ class Pipeline:
         dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient, group=group)
 
     def flush(self) -> None:
-        """Wait until what was sent has been received."""
-        for neighbour in (self._next, self._before):
-            if neighbour is not None:
-                neighbour.flush()
+        """Wait until the neighbours have received all messages."""
+        for neighbour in self._neighbours:
+            neighbour.flush()
 
 
 class _Generators:
@@ -331,7 +329,7 @@ def _leave(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    value = math.nan if takes_gradient(parameter) else 0
     # Not on the meta device, whose tensors are allocated in full.
     one = torch.full((), value, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
     return AbsentParameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -78,11 +78,11 @@ Sequence parallelism, which splits the activations between the layers along the 
 
 
 class SharedByHeads(ParallelStyle):
-    """Replicate a layer whose outputs all heads read: their gradients, of each process's heads, are added up.
+    """Replicate a layer whose outputs are read by the heads of all processes: the gradients of the outputs are added.
 
     Args:
-        features: the number of last features that heads read; None: all. Others go through a layer that is split, whose
-            gradient is complete.
+        features: the number of last features that heads read; None: all. The first ones go through a split layer, which
+            returns their full gradient.
     """
 
     def __init__(self, features: int | None = None) -> None:
@@ -91,7 +91,6 @@ class SharedByHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-
         unknown = [True]
 
         def refuse_full(gradient: torch.Tensor) -> None:
@@ -116,22 +115,19 @@ class SharedByHeads(ParallelStyle):
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
+    """Return the plans of the Hugging Face models in a module, overridden by the module's `tensor_parallel_plan`.
 
     Raises:
-        ConfigError: there is none, or it is no plan.
+        ConfigError: there is no plan, or `tensor_parallel_plan` is not a plan.
     """
     own = getattr(module, "tensor_parallel_plan", None) or {}
-    if not isinstance(own, Mapping) or not all(isinstance(style, Style) for style in own.values()):
-        raise ConfigError(
-            f"{type(module).__name__}.tensor_parallel_plan: give a dict of name patterns and styles, such as "
-            '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
-        )
-    plan = {**dict(_plans_of_models(module)), **own}
+    is_plan = isinstance(own, Mapping) and all(isinstance(style, Style) for style in own.values())
+    plan = {**dict(_plans_of_models(module)), **own} if is_plan else {}
     if not plan:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
-            'such as tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+            f"{type(module).__name__} has no tensor_parallel_plan, a dict of name patterns and styles, and no Hugging "
+            "Face model with a plan. Add one, such as "
+            'tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
 
@@ -166,7 +162,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
     """
     names = dict(module.named_modules())
     wrapped = wrapped_layers(names)
-    problems = needs_newer_torch(plan.values(), torch.__version__)
+    problems: list[str] = []
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         matches = [name for name in names if name and fnmatchcase(name, pattern)]
@@ -191,20 +187,9 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
-    raise_problems([*[*filter(None, wrong)][:1], *_heads(module, parts)], type(module).__name__)
+    wrong = filter(None, (_problem(name, names[name], style, parts) for name, style in found.items()))
+    raise_problems([*islice(wrong, 1), *_heads(module, parts)], type(module).__name__)
     return found
-
-
-def needs_newer_torch(styles: Collection[Style], version: str) -> list[str]:
-    """Return a problem if torch 2.9 would have to flatten sequences that are split, which later ones can."""
-    heads = [style for style in styles if style in ("colwise_loss_parallel", "colwise_gather_output", "colwise_rep")]
-    if not version.startswith("2.9.") or "sequence_parallel" not in styles or not heads:
-        return []
-    return [
-        f"tensor_parallel_plan: {heads[0]!r} after 'sequence_parallel' needs a newer torch than {version}, which "
-        "cannot compute a layer on parts of sequences: update it (2.13 is tested), or leave these styles out."
-    ]
 
 
 def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> str:
@@ -268,13 +253,10 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
             module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
     # Without sending anything: all processes have the values, or get them later.
-    frozen = {
-        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-    }
+    trains = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
     parallelize_module(module, mesh, here, src_data_rank=None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in frozen:  # torch's styles for norms make new parameters, which train
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(trains[name])  # torch's styles for norms make new parameters, which train
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
     for (owner, name), *others in ties:

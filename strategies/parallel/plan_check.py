@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,14 +36,14 @@ Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class PlanCheck:
-    """Compares the first forward of each block with one in which all its layers are full.
+    """Compares the first forward of each block with a forward of full layers.
 
-    A plan may fit all shapes and be wrong: where a fused layer is cut through its parts, where numbers go by the count
-    of heads, or where a mean is taken of features of which each process has some.
+    A plan may fit all shapes and be wrong: a fused layer may be cut through its parts, numbers may go by the count of
+    heads, or a mean may be taken over split features.
 
     Args:
         module: before its layers are split.
-        styles: those of its layers by name.
+        styles: the styles of its layers by name.
         group: the processes among which layers are split.
         verify: see `FSDPStrategy`.
     """
@@ -65,7 +65,7 @@ class PlanCheck:
 
         Args:
             blocks: all blocks by name.
-            here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
+            here: the blocks of this process. Modules around a pair of layers outside of the blocks are compared, too.
         """
         for name, block in {**here, **self._around_pairs(blocks)}.items():
             own = [layer for layer in self._styles if layer.startswith(f"{name}.")]
@@ -75,24 +75,25 @@ class PlanCheck:
 
     def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the modules that compute with split features outside of the blocks; warn where there is none."""
-        inside, found, alone = tuple(f"{name}." for name in blocks), dict[str, nn.Module](), []
-        ends = [layer for layer, style in self._styles.items() if isinstance(style, RowwiseParallel)]
-        for layer in (one for one in self._styles if not one.startswith(inside) and _returns_part(self._styles[one])):
-            parts = layer.split(".")
-            around = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            pairs = [one for one in around if any(end.startswith(f"{one}.") for end in ends)]
-            if pairs and not any(name.startswith(f"{pairs[0]}.") for name in blocks):
-                found[pairs[0]] = self._module.get_submodule(pairs[0])
-            else:
-                alone.append(layer)
+        inside = tuple(f"{name}." for name in blocks)
+        parts = [layer for layer, style in self._styles.items() if _returns_part(style)]
+        around = {layer: self._module_of_pair(layer, blocks) for layer in parts if not layer.startswith(inside)}
+        alone = [layer for layer, name in around.items() if not name]
         if alone:
             log.warning(
-                "tensor_parallel: what is computed between %s and the next layer is in no module without others, so "
-                "that nothing compares it with full layers: put the two into a module, or compare the first losses "
-                "with those of one process",
+                "tensor_parallel: nothing compares what is computed between %s and the next layer with full layers. "
+                "Put the two layers into a separate module, or compare the first losses with losses of one process",
                 first_of(alone),
             )
-        return found
+        return {name: self._module.get_submodule(name) for name in around.values() if name}
+
+    def _module_of_pair(self, layer: str, blocks: Iterable[str]) -> str:
+        """Return the innermost module with a layer and the end of a pair, if it has no blocks; otherwise ""."""
+        ends = [name for name, style in self._styles.items() if isinstance(style, RowwiseParallel)]
+        name = layer.rpartition(".")[0]
+        while name and not any(end.startswith(f"{name}.") for end in ends):
+            name = name.rpartition(".")[0]
+        return "" if any(block.startswith(f"{name}.") for block in blocks) else name
 
     def _verify(
         self, name: str, names: list[str], split: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,10 +159,9 @@ def _returns_part(style: ParallelStyle) -> bool:
 def _splits_sequences(style: ParallelStyle) -> bool | None:
     """Whether a style takes or returns parts of sequences; None: something else, which is not compared."""
     full, part = (Replicate(),), (Shard(1),)
-    if isinstance(style, ColwiseParallel):
-        return style.input_layouts == part if style.input_layouts in (full, part) and style.use_local_output else None
-    if isinstance(style, RowwiseParallel):
-        return style.output_layouts == part if style.output_layouts in (full, part) and style.use_local_output else None
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        outer = style.input_layouts if isinstance(style, ColwiseParallel) else style.output_layouts
+        return outer == part if outer in (full, part) and style.use_local_output else None
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim == 1
     return False if isinstance(style, (SharedByHeads, FullInputs)) else None

@@ -125,19 +125,17 @@ def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layo
 
 
 def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
-    names: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(child), []).append(name)
+    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
     parents = {name.rpartition(".")[0] for name in blocks}
-    problems = []
-    for block in blocks.values():
-        places = [name for name in names[id(block)] if name.rpartition(".")[0] in parents]
-        if len(places) > 1:
-            problems.append(
-                f"pipeline_parallel: {' and '.join(places[:2])} are one block, and a pipeline runs each block once for "
-                "a batch: give each place a block of its own, or use another strategy."
-            )
-    return problems
+    for name, child in module.named_modules(remove_duplicate=False):
+        if child in places and name.rpartition(".")[0] in parents:
+            places[child].append(name)
+    return [
+        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
+        "Give each place a separate block, or use another strategy."
+        for names in places.values()
+        if len(names) > 1
+    ]
 
 
 def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
@@ -164,9 +162,8 @@ _COLLECTED = {
 
 def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of Hugging Face models, the outer ones first."""
-    transformers = sys.modules.get("transformers")
-    named = [] if transformers is None else module.named_modules()
-    return [(name, child) for name, child in named if isinstance(child, transformers.PreTrainedModel)]  # type: ignore[union-attr]
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, kind)]
 
 
 def refuse_collecting(option: str, module: nn.Module) -> None:

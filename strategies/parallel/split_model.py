@@ -61,7 +61,7 @@ class SplitModel:
     ) -> None:
         self.module, self.layout, self.mesh, self.verify = module, layout, mesh, verify
         self.blocks = self.here = blocks
-        """All blocks, and those of this process."""
+        """All blocks, and the blocks of this process."""
         self.pipeline: Pipeline | None = None
         """The stage of this process."""
         self.experts: dict[str, nn.Module] = {}
@@ -142,7 +142,7 @@ class SplitModel:
     def _start(self) -> None:
         self._called, self._called_first = set[str](), set[str]()
         """The step methods that have been called, and those that were called in the window in progress."""
-        self._common_loss: CommonLoss | None = None
+        self._common_loss = CommonLoss()
         self._stage_values: StageValues | None = None
         self._compares_gradients = False
 
@@ -150,7 +150,7 @@ class SplitModel:
         """Begin a run of a module that an earlier one has split.
 
         Args:
-            mesh: of the new run, from which messages come: those of a run that has broken may still be on their way.
+            mesh: the mesh of the new run: messages of a broken run may still be pending in the old one.
         """
         self._processes = processes
         self._start()
@@ -191,7 +191,7 @@ class SplitModel:
         if not self.layout:
             return run()
         training = step == "training_step" and torch.is_grad_enabled()
-        if training and self._common_loss is not None:
+        if training:
             self._common_loss.begin()
             for one in self._verifications if self._common_loss.verifies else ():
                 one.restart()
@@ -207,20 +207,19 @@ class SplitModel:
             return outputs
 
     def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
+        """Return a context where compiled blocks run uncompiled, for the checks in a step method's first call.
 
-        In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
-        verified again, or whose attributes cannot be read.
+        In training until the window ends, because a backward recomputes as its forward has computed; also where blocks
+        are verified again, or attributes cannot be read.
         """
-        again = self._common_loss is not None and self._common_loss.verifies
-        again = again or (self._stage_values is not None and bool(self._stage_values.unread))
+        again = self._common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
         if step in self._called and not again:
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
         return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
 
     def losses(self) -> AbstractContextManager[Any]:
-        """Return the context in which losses are computed from logits that are sharded over processes."""
+        """Return the context for losses that are computed from sharded logits."""
         if not self._splits_losses:
             return NULL_CONTEXT
         from trainer.strategies.parallel.plan import split_losses
@@ -228,13 +227,12 @@ class SplitModel:
         return split_losses()
 
     def as_forward(self) -> AbstractContextManager[Any]:
-        """Return a context in which a backward recomputes as the forward has computed."""
+        """Return a context where a backward recomputes as its forward has computed."""
         return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
 
     def compare_loss(self, loss: torch.Tensor) -> None:
         """Raise ConfigError if the processes of one stage have different losses. Collective."""
-        if self._common_loss is not None:
-            self._common_loss.compare(loss)
+        self._common_loss.compare(loss)
 
     def exchange_values(self) -> None:
         """Find what a window has changed on some stages alone. Collective, after some windows."""
@@ -245,7 +243,7 @@ class SplitModel:
         """End the checks of the first window. Collective.
 
         Raises:
-            ConfigError: the processes of a layer have different gradients of what they all have full.
+            ConfigError: the gradients of replicated parameters differ between the processes of a layer.
         """
         self._called |= self._called_first
         self._called_first.clear()

@@ -20,6 +20,7 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
 from trainer.strategies.parallel.one_reader import digest, is_dtensor
@@ -59,8 +60,8 @@ class Verification:
         """Whether a call is the first of its kind.
 
         Raises:
-            ConfigError: torch.utils.checkpoint makes the call. Its backward would repeat the call, when what was around
-                the block in the forward has gone.
+            ConfigError: torch.utils.checkpoint makes the call. Its backward would repeat the call without the context
+                of the forward.
         """
         plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
         kind = name, block.training, *plain
@@ -70,8 +71,7 @@ class Verification:
         if any(frame.f_code is _CHECKPOINT for frame, _ in traceback.walk_stack(None)):
             raise ConfigError(
                 f"{self._option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose "
-                "backward would call it out of turn: call the block itself, and give "
-                'Trainer(activation_checkpointing="auto").'
+                'backward would call it out of turn. Call the block, and give Trainer(activation_checkpointing="auto").'
             )
         return True
 
@@ -88,11 +88,11 @@ def compare(
     run_under_layout: Callable[[Inputs], Results],
     group: dist.ProcessGroup | None = None,
 ) -> str:
-    """Compute a block in two ways, and return how the results differ by more than rounding, in words; "" if they don't.
+    """Compute a block in two ways, and describe a difference that is larger than rounding; "" if there is none.
 
     Both ways compute in float32 whatever the precision of the run, without dropout; in the run's dtypes only if the
     block has kernels for 16 bits alone. Two results are equal if each value agrees in half of the digits of that dtype,
-    measured by its own size and by the typical size of the result. What is not finite in full is not compared.
+    measured by its own size and by the typical size of the result. Values that are not finite in full are skipped.
 
     Args:
         name: of the block, for a warning.
@@ -107,8 +107,8 @@ def compare(
     except _FailedError as error:
         # The forward itself raises it, too, or the block works with parts of the features only.
         log.warning(
-            "%s cannot be computed in full (%s), and nothing verifies that it computes the same in parts: write "
-            "view(..., -1, head_size) in place of a process's number of heads, or compare the first losses with those "
+            "%s cannot be computed in full (%s), so nothing verifies that it computes the same in parts. Write "
+            "view(..., -1, head_size) in place of a process's number of heads, or compare the first losses with losses "
             "of one process",
             name,
             str(error).partition("\n")[0],
@@ -124,17 +124,17 @@ def compare(
         differences = {key: difference_of(found.get(key), *one, eps) for key, one in _with_sizes(expected, eps).items()}
         worst = max(differences, key=lambda key: float(differences[key]))
         share = differences[worst]
-        words = f"{worst} is wrong by {float(share):.1%}, which is no rounding"
+        words = f"{worst} is wrong by {float(share):.1%}, more than by rounding"
     if group is not None:  # a part may be right on one process and wrong on another one
         dist.all_reduce(share, op=dist.ReduceOp.MAX, group=group)
     return words if share else ""
 
 
 def _with_sizes(results: Results, eps: float) -> dict[str, tuple[torch.Tensor, float]]:
-    """Return each result with the typical size of its values, by which rounding is measured.
+    """Return each result with the typical size of its values, to measure rounding errors.
 
-    A weight's gradient that should be 0, such as of a bias of keys, consists of rounding errors: a part of the typical
-    size of the largest one counts, too.
+    A weight's gradient that should be 0, such as of a bias of keys, consists of rounding errors, so a fraction of the
+    typical size of the largest gradient is added.
     """
     sizes = {key: float(one.nan_to_num(0, 0, 0).abs().mean()) for key, one in results.items()}
     largest = max((size for key, size in sizes.items() if key.startswith(GRADIENT)), default=0.0)
@@ -143,13 +143,13 @@ def _with_sizes(results: Results, eps: float) -> dict[str, tuple[torch.Tensor, f
 
 
 def difference_of(found: torch.Tensor | None, expected: torch.Tensor, size: float, eps: float) -> torch.Tensor:
-    """Return the norm of a difference as a share of that of `expected`; 0 if all values are equal but for rounding.
+    """Return the norm of a difference relative to the norm of `expected`; 0 if all values are equal but for rounding.
 
     A result that is missing, or of another shape, differs infinitely.
 
     Args:
         size: the typical size of the values.
-        eps: of the dtype in which they were computed.
+        eps: the `eps` of the dtype that computed them.
     """
     if found is None or found.shape != expected.shape:
         return torch.full((), torch.inf, device=expected.device)
@@ -170,12 +170,12 @@ def results_of(
 ) -> Results:
     """Call a block twice; return its outputs, the buffers and tensors with a gradient that it leaves, and gradients.
 
-    The second call reads what the first one keeps. The gradients are those of a weighted sum of the outputs.
+    The second call reads what the first one keeps. The gradients are of a weighted sum of the outputs.
 
     Args:
         block: in a rehearsal, so that nothing of this stays.
         forward: of the block.
-        parameters: names and parameters of which there are gradients.
+        parameters: parameters by name whose gradients are wanted.
         of_arguments: return the gradients of arguments, too.
     """
     leaf_args, leaf_kwargs, of_inputs = _with_leaves(inputs, of_arguments)
@@ -207,7 +207,7 @@ def results_of(
 
 
 def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Results]:
-    """Return copies of the arguments of a block, and those of which there are gradients, also the first one."""
+    """Return copies of the arguments of a block, and the first one and the ones that require gradients as leaves."""
     number, leaves = 0, dict[str, torch.Tensor]()
 
     def as_leaf(one: Any) -> Any:
@@ -250,8 +250,10 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results]) -> tuple[Results, bool, bool]:
     """Return the results, whether they were computed in float32, and whether in evaluation.
 
-    The block has its mode, but evaluates if it draws random numbers in training: parts of a tensor have others than all
-    of it.
+    The block keeps its mode, unless it draws random numbers in training, which differ between a part and a full tensor.
+
+    Raises:
+        _FailedError: the block raises an error in every attempt.
     """
     for in_float32, evaluates in (True, False), (True, True), (False, True):
         try:
@@ -266,7 +268,7 @@ def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results])
 
 
 class _FailedError(Exception):
-    """A block cannot be computed in a way."""
+    """A block cannot be computed in one of the ways."""
 
 
 def _run(
@@ -294,7 +296,7 @@ def rehearsal(
     with equal rows which of them it takes.
 
     Args:
-        inputs: the arguments of the block, in which objects may hold what it writes.
+        inputs: the arguments of the block, including objects that it writes to.
         in_float32: compute in float32 what the run computes in fewer bits.
         evaluates: all of the block is in eval mode, not only torch's layers, such as dropout.
 
@@ -307,7 +309,7 @@ def rehearsal(
         stack.enter_context(eval_mode(block))
         for child, training in modes.items():
             child.training = training and not evaluates and not class_of(child).__module__.startswith("torch.")
-        held = Held(block, inputs, math.inf)  # here, because what a block holds is that of this mode by now
+        held = Held(block, inputs, math.inf)  # after the change of modes, which it keeps
         for context in (torch.enable_grad(), isolated_rng(device), held.put_back(), _gathered(block)):
             stack.enter_context(context)
         if in_float32:
@@ -351,7 +353,7 @@ def _computing_in_float32(block: nn.Module, device: torch.device) -> Iterator[No
 
 
 class _Float32Casts(TorchDispatchMode):
-    """Has the casts of a block to 16 bits, and those of an autocast of its own, end in float32."""
+    """Has a block cast to float32 where it casts to 16 bits, also within its own autocast."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -367,7 +369,7 @@ def _in_float32(one: Any) -> Any:
 def _other_weight(parameter: nn.Parameter, in_float32: bool) -> nn.Parameter:
     """Return a parameter with other values: plain ones with another change of each value, split ones with the same."""
     value = parameter.detach()
-    if not (value.is_floating_point() or value.is_complex()):
+    if not takes_gradient(value):
         return parameter
     value = (_in_float32(value) if in_float32 else value) + 0.02
     if not is_dtensor(value):
