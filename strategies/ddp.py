@@ -121,7 +121,8 @@ class DDPStrategy(DistributedStrategy):
         if apart:  # torch would broadcast them as they are
             forward._ddp_params_and_buffers_to_ignore = [*apart]
         self.wrapped = DistributedDataParallel(forward, **self.options)
-        self._register_comm_hook(self.wrapped)
+        if self.comm_hook is not None:
+            self._register_comm_hook(self.wrapped)
         if self.module.overrides("backward") and self.processes.world_size > 1:
             self._run_backward = self._backward_of_module
 
@@ -133,13 +134,9 @@ class DDPStrategy(DistributedStrategy):
             "bf16_compress": default_hooks.bf16_compress_hook,
             "power_sgd": powerSGD_hook.powerSGD_hook,
         }
-        if self.comm_hook is not None:
-            state = powerSGD_hook.PowerSGDState(None) if self.comm_hook == "power_sgd" else self.comm_hook_state
-            try:
-                wrapped.register_comm_hook(state, hooks.get(self.comm_hook, self.comm_hook))
-            except (KeyError, TypeError, ValueError) as error:  # torch asks for the argument's name
-                message = f"DDPStrategy(comm_hook={self.comm_hook!r}): give a function (state, bucket) -> Future."
-                raise ConfigError(message) from error
+        hook: Any = self.comm_hook
+        state = powerSGD_hook.PowerSGDState(None) if hook == "power_sgd" else self.comm_hook_state
+        wrapped.register_comm_hook(state, hooks.get(hook, hook))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:

@@ -112,10 +112,8 @@ def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> Compl
     Raises:
         ConfigError: everything wrong in one message.
     """
-    raise_problems(key_problems(config), "the DeepSpeed configuration")
-    completed = CompletedConfig(config, settings)
-    raise_problems(completed.problems, "the DeepSpeed configuration")
-    return completed
+    raise_problems(config_problems(config, settings), "the DeepSpeed configuration")
+    return CompletedConfig(config, settings)
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -239,12 +237,9 @@ class CompletedConfig:
         if not _is_of_type(kind, given):
             self._contradiction(f"optimizer.type={given!r}", f"configure_optimizers returned a {kind}")
             return
-        parameters = without_auto({"params": section.get("params", AUTO)}).get("params", {})
-        for name, value in parameters.items():
+        for name, value in without_auto(value_at(section, "params", {})).items():
             actual = _hyperparameters(optimizer, name)
-            if not actual:
-                self.notes.append(f"the {kind} has no {name}: without effect in the section 'optimizer'")
-            elif not any(_equal(value, one) for one in actual):
+            if actual and not any(_equal(value, one) for one in actual):
                 theirs = f"the {kind} of configure_optimizers has {actual[0]!r}"
                 self._contradiction(f"optimizer.params.{name}={value!r}", theirs)
 
@@ -267,7 +262,7 @@ def scheduler_problems(section: Any, schedulers: Sequence[object] | None) -> lis
         return []
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
-    kind, given = section.get("type"), section.get("params", {})
+    kind, given = section.get("type"), value_at(section, "params", {})
     if kind not in VALID_LR_SCHEDULES:
         return [f"scheduler.type={kind!r} is not a schedule of DeepSpeed.{did_you_mean(str(kind), VALID_LR_SCHEDULES)}"]
     values = without_auto(given)

@@ -281,17 +281,12 @@ class MasterWeights:
         state, group = self.optimizer.state[self.flats[number]], self.optimizer.param_groups[self.groups[number]]
         if isinstance(state.get(key), torch.Tensor):
             state[key].fill_(value)
-        elif self.counts_in_integers:
+        elif type(self.optimizer).__module__.startswith("deepspeed."):  # whose step is a Python number
             state[key] = int(value)
         else:
             # As torch's Optimizer.load_state_dict does it.
             on_device = group.get("capturable") or group.get("fused")
             state[key] = torch.tensor(value, device=self.flats[number].device if on_device else "cpu")
-
-    @property
-    def counts_in_integers(self) -> bool:
-        """Whether the optimizer is DeepSpeed's: its step is a Python number."""
-        return type(self.optimizer).__module__.startswith("deepspeed.")
 
     def _load_entry(
         self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, dtype: torch.dtype

@@ -178,10 +178,11 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
                 f"Install it with: {install_command('deepspeed')}",
             ]
-        needed = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
-        needed["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
-        for option in [option for option, given in needed.items() if given and self.stage != 3]:
-            problems.append(f"{option} needs stage 3, and the stage is {self.stage}.")
+        given = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
+        given["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
+        if self.stage != 3:
+            needing = [option for option, is_given in given.items() if is_given]
+            problems += [f"{option} needs stage 3, and the stage is {self.stage}." for option in needing]
         problems += override_problems(module, self.name)
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:

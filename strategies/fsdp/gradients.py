@@ -32,8 +32,8 @@ class Gradients:
     Here a process packs zeros for what it lacks; a gradient that no process has stays None, as in a loop on one
     process. Which ones these are is exchanged on the CPU, and only a process that lacks gradients waits for the answer.
 
-    FSDP2 also takes each backward for the end of a step, in which it reduces gradients and frees the weights. Only a
-    backward within `of_step` is one; `torch.autograd.grad` of user code leaves what the step goes on with.
+    FSDP2 also takes each backward for the end of a step, and reduces gradients and frees the weights. Here only a
+    backward within `of_step` ends one; `torch.autograd.grad` of user code leaves what the rest of the step needs.
 
     Args:
         root: torch's state of the module.
@@ -88,15 +88,15 @@ class Gradients:
             one._runs, one._reached = True, one is self
         try:
             yield
-            for one in together:
-                if one._reached:
-                    one._reduce_the_rest()
+            reached = [one for one in together if one._reached]
+            for one in reached:
+                one._reduce_the_rest()
         finally:
             for one in together:
                 one._runs = False
+        for one in reached:
+            type(one._root)._root_post_backward_final_callback(one._root)
         for one in together:
-            if one._reached:
-                type(one._root)._root_post_backward_final_callback(one._root)
             if one._refusal:
                 one._waiting = one._full_gradients()
 
@@ -178,16 +178,19 @@ class Gradients:
                 state._training_state = TrainingState.IDLE
         for group in gathered:
             group._training_state = TrainingState.IDLE
-            if not torch.is_grad_enabled() and not self._held:
-                group.reshard()
         self._root._comm_ctx.post_forward_order.clear()
-        if torch.is_grad_enabled() and not self._held:
-            # The backward of these gradients needs the weights before a hook of FSDP2 can gather them.
-            self._held = [(group, group.post_forward_mesh_info) for group in self._groups]
-            for group in self._groups:
-                if group.is_sharded_post_forward:
-                    group.reshard()
-                group.post_forward_mesh_info = None
+        if self._held:
+            return
+        if not torch.is_grad_enabled():
+            for group in gathered:
+                group.reshard()
+            return
+        # The backward of these gradients needs the weights before a hook of FSDP2 can gather them.
+        self._held = [(group, group.post_forward_mesh_info) for group in self._groups]
+        for group in self._groups:
+            if group.is_sharded_post_forward:
+                group.reshard()
+            group.post_forward_mesh_info = None
 
     # -- the reduction -------------------------------------------------------------------------------------------------
 

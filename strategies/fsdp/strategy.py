@@ -24,13 +24,14 @@ from trainer.checkpoint.optimizer_state import (
     state_by_position,
 )
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.errors import ConfigError, raise_problems
 from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
+from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
@@ -412,13 +413,11 @@ class FSDPStrategy(DistributedStrategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         assert self._mesh is not None
-        options: dict[str, Any] = {"mesh": self._mesh.shards, "mp_policy": self._mixed_precision()}
-        if self._split.pipeline is not None:
-            options["ignored_params"] = self._split.pipeline.stand_ins
         # torch pins the memory by default, which needs an accelerator.
-        options["offload_policy"] = (
-            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
-        )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
+        of_other_stages = {p for p in module.parameters() if isinstance(p, AbsentParameter)}
+        options: dict[str, Any] = {"mp_policy": self._mixed_precision(), "offload_policy": offload}
+        options |= {"mesh": self._mesh.shards, "ignored_params": of_other_stages}
         reshard = self._reshards_blocks()
         blocks = exclude_tied_weights(module, self._split.here)
         tied = [name for name in self._split.here if name not in blocks]
@@ -430,14 +429,14 @@ class FSDPStrategy(DistributedStrategy):
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
-        beside = [(SideOutputs(block), block) for block in blocks.values()]
+        beside = [SideOutputs(block) for block in blocks.values()]
         # Inner ones first: a layer that is gathered apart may be within a block, or have blocks in it.
         depth = {layer: name.count(".") for name, layer in module.named_modules()}
         for unit in sorted((*apart, *experts, *blocks.values()), key=depth.__getitem__, reverse=True):
             own = {**options, "mesh": self._mesh.expert_shards} if unit in experts else options
             fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
-        for one, block in beside:
-            one.wrap(block)
+        for one in beside:
+            one.wrap()
         # Parameters outside of the blocks stay gathered: their backward comes right after their forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
@@ -821,8 +820,8 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.pipeline > 1:
             own = self._split.with_other_stages(own, state["param_groups"])
             refuse_own_tensors(optimizer, state, "pipeline_parallel, whose stages hold other parameters,")
-        keys: list[str] = [key for key in ("common", "extra", "parts") if key in state]
-        more = {key: self._split.shards("", state[key], known) for key in keys}
+        others = ("common", "extra", "parts")  # in one order on all processes
+        more = {key: self._split.shards("", state[key], known) for key in others if key in state}
         return {**state, **more, "state": own}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -840,12 +839,11 @@ class FSDPStrategy(DistributedStrategy):
         super().teardown()
 
     def __str__(self) -> str:
+        options = [self.sharding_strategy, "CPU offload" if self.cpu_offload else "", str(self.layout)]
         units = (
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )
-        offload = ", CPU offload" if self.cpu_offload else ""
-        layout = f", {self.layout}" if self.layout else ""
-        return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
+        return f"{self.name} ({', '.join(filter(None, options))}; {units})"
 
 
 class Applied(NamedTuple):
@@ -894,14 +892,14 @@ def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:
         return None
     found = False
 
-    def copied(leaf: Any) -> Any:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal found
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view():
+        if tensor.requires_grad and tensor._is_view():
             found = True
-            return leaf.clone()
-        return leaf
+            return tensor.clone()
+        return tensor
 
-    same = copied(output) if isinstance(output, torch.Tensor) else map_leaves(output, copied)
+    same = map_tensors(output, copied)
     return same if found else None
 
 

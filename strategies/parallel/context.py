@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -72,16 +72,16 @@ class ContextParallel:
         """The gathered outputs of the step in progress."""
         self._sent: torch.Tensor | None = None
         """The tensor that this stage of a pipeline sends in the step in progress."""
-        first, *_, last = [*blocks, *blocks]
-        after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
-        blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
+        names, own = [*blocks], [*here]
+        self._first, self._first_here, self._last = names[0], own[0], names[-1]
+        blocks[self._first].register_forward_pre_hook(self._measure, with_kwargs=True)
         for name, block in here.items():
             block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
-            starts_split = name == next(iter(here)) != first
-            block.register_forward_pre_hook(self._cutter(name, name == first, starts_split), with_kwargs=True)
-            block.register_forward_hook(self._joiner(name, name == last))
-        for name in after[:1]:
-            blocks[name].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
+            block.register_forward_pre_hook(partial(self._cut, name), with_kwargs=True)
+            block.register_forward_hook(partial(self._gather_output, name))
+        if own[-1] != self._last:
+            after = names[names.index(own[-1]) + 1]
+            blocks[after].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
 
     def begin(self) -> None:
         """Prepare for a step, after one that may have ended with an error."""
@@ -95,9 +95,12 @@ class ContextParallel:
         self._outputs.clear()
         roots = [one.grad_fn for one in tensors_in((outputs, self._sent)) if one.grad_fn is not None]
         self._sent = None
-        uses = _count_uses(roots) if blocks and roots else None
-        for one in blocks if uses is not None else blocks[-1:]:  # without a graph only the last one may be in use
-            self._follows[one.block] = uses is not None and uses[one.node] < 2
+        if blocks and roots:
+            uses = Counter(before for node in nodes_behind(roots) for before, _ in node.next_functions)
+            for one in blocks:
+                self._follows[one.block] = uses[one.node] < 2
+        elif blocks:  # without a graph only the last one may be in use
+            self._follows[blocks[-1].block] = False
 
     def check_end(self) -> None:
         """Raise ConfigError if a forward has ended with parts of sequences, because it has skipped the last block."""
@@ -125,20 +128,20 @@ class ContextParallel:
                 f"least 2. Pad the batches to a multiple of {self.parts}, in the collate_fn."
             )
 
-    def _cutter(self, name: str, is_first: bool, starts_split: bool) -> Callable[..., Any]:
-        def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
-            self._compare_given(hidden, block.training)
-            cuts, self._is_split = not (self._is_split or starts_split), True
-            if cuts and not is_first:
-                self._measure_hidden(hidden)
-            own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            if self.verification.is_due(name, block, args, kwargs):
-                self._verify(name, block, own, args, kwargs)
-            own_args, own_kwargs = self._parts_of(name, args, kwargs)
-            return (own, *own_args), own_kwargs
-
-        return cut
+    def _cut(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return this process's part of a block's arguments; verify the block in its first call."""
+        own, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
+        self._compare_given(own, block.training)
+        receives_part = name == self._first_here and name != self._first  # from another stage
+        if not (self._is_split or receives_part):
+            if name != self._first:
+                self._measure_hidden(own)
+            own = Cut.apply(own, 1, self.group)
+        self._is_split = True
+        if self.verification.is_due(name, block, args, kwargs):
+            self._verify(name, block, own, args, kwargs)
+        own_args, own_kwargs = self._parts_of(name, args, kwargs)
+        return (own, *own_args), own_kwargs
 
     def _cut_sent(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut what a stage of a pipeline sends, in front of the first block after its own ones."""
@@ -148,16 +151,14 @@ class ContextParallel:
         self._is_split = False
         return (self._sent, *args), kwargs
 
-    def _joiner(self, name: str, is_last: bool) -> Callable[..., Any]:
-        def join(block: nn.Module, args: Any, output: Any) -> Any:
-            if not is_last and self._follows.get((name, block.training)):
-                return None
-            joined, self._is_split = self._join(name, output), False
-            if not torch.compiler.is_compiling():
-                self._remember((name, block.training), joined)
-            return joined
-
-        return join
+    def _gather_output(self, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+        """Return the full output of a block; None, for no change, if only the next block gets the output."""
+        if name != self._last and self._follows.get((name, block.training)):
+            return None
+        joined, self._is_split = self._join(name, output), False
+        if not torch.compiler.is_compiling():
+            self._remember((name, block.training), joined)
+        return joined
 
     def _remember(self, block: tuple[str, bool], joined: Any) -> None:
         """Remember what a block has returned, for the next one; find outputs that are in use somewhere else."""
@@ -286,11 +287,6 @@ class _Output(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     node: Any
     """The node of autograd's graph that has computed it."""
-
-
-def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
-    """Return how often each node of autograd's graph is an input of others."""
-    return Counter(before for node in nodes_behind(roots) for before, _ in node.next_functions)
 
 
 def split_hidden(

@@ -130,11 +130,6 @@ class Pipeline:
         return self._checks.verification
 
     @property
-    def stand_ins(self) -> set[nn.Parameter]:
-        """Placeholders for the parameters of other stages."""
-        return {p for p in self.module.parameters() if isinstance(p, AbsentParameter)}
-
-    @property
     def has_messages(self) -> bool:
         """Whether messages to or from this stage are on their way, as after an error within a window."""
         return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in self._neighbours)
@@ -254,7 +249,9 @@ class Pipeline:
             self._backward_of_oldest(run)
 
     def _backward_of_oldest(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
-        micro_batch, gradient = self._saved.popleft(), self._expected_gradient()
+        assert self._gradient is not None
+        micro_batch, gradient = self._saved.popleft(), self._gradient()
+        self._gradient = None
         self._expect_gradient()
         if micro_batch.sent.requires_grad:  # not where all that this stage has computed with is frozen
             run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
@@ -264,11 +261,6 @@ class Pipeline:
         """Begin to receive the gradient of the oldest micro-batch, which can come while this stage computes."""
         if self._next is not None and self._saved and self._gradient is None:
             self._gradient = self._next.begin_to_receive(self._saved[0].sent)
-
-    def _expected_gradient(self) -> torch.Tensor:
-        assert self._gradient is not None
-        gradient, self._gradient = self._gradient(), None
-        return gradient
 
     def _send_gradient(self, micro_batch: MicroBatch) -> None:
         if self._before is not None:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.checkpoint.saved_names import outermost_models
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
+from trainer.model.full_parameters import ParameterSlot, slots_of
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
 from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
@@ -243,12 +244,14 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     Raises:
         ConfigError: tied weights would be split in different ways.
     """
-    ties = _tied_weights(module)
+    places: dict[int, list[ParameterSlot]] = {}
+    for slot in slots_of(module, module):
+        places.setdefault(id(slot.parameter), []).append(slot)
     here = {name: style for name, style in styles.items() if is_here(module.get_submodule(name))}
     shared = _SharedInput(mesh)
     for name, style in here.items():
         if isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),):
-            # Before the hook of the style, which takes a distributed tensor as it is.
+            # Before the hook of the style, which leaves a distributed tensor unchanged.
             module.get_submodule(name).register_forward_pre_hook(shared.distribute)
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
             module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
@@ -259,17 +262,16 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         parameter.requires_grad_(trains[name])  # torch's styles for norms make new parameters, which train
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
-    for (owner, name), *others in ties:
-        kept = owner._parameters[name]
-        for other, other_name in others:
-            other_weight = other._parameters[other_name]
-            if getattr(other_weight, "placements", None) != getattr(kept, "placements", None):
+    for first, *others in places.values():
+        kept = first.parameter
+        for other in others:
+            if getattr(other.parameter, "placements", None) != getattr(kept, "placements", None):
                 raise ConfigError(
-                    f"tensor_parallel_plan: {type(owner).__name__}.{name} and {type(other).__name__}.{other_name} are "
-                    "one weight, and are split differently: give both layers styles that split it alike (an "
-                    "embedding 'rowwise' and a head 'colwise'), or none."
+                    f"tensor_parallel_plan: {first.name} and {other.name} are one weight, and are split differently: "
+                    "give both layers styles that split it alike (an embedding 'rowwise' and a head 'colwise'), or "
+                    "none."
                 )
-            other._parameters[other_name] = kept
+            other.hold(kept)
 
 
 def _refuse_uneven(parts: int, layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -341,16 +343,6 @@ def is_here(layer: nn.Module) -> bool:
     """Whether this process has the weights of a layer, which may be on another stage of a pipeline."""
     parameters = list(layer.parameters())
     return not parameters or not all(isinstance(p, AbsentParameter) for p in parameters)
-
-
-def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that has several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
 
 
 def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str] = ()) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
@@ -85,7 +85,7 @@ class StageChecks:
             return
         inputs: Inputs = without_caches(args), without_caches(kwargs)
         with rehearsal(block, inputs, in_float32=False):
-            own = map_leaves(inputs, _as_input)
+            own = map_tensors(inputs, _as_input)
             shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
             before = [*map(content, shared)]
             try:
@@ -143,10 +143,8 @@ class StageChecks:
         return list(dict.fromkeys(names[one] for one in variables if one in names))
 
 
-def _as_input(one: Any) -> Any:
-    if not isinstance(one, torch.Tensor):
-        return one
-    copy = one.detach().clone()
+def _as_input(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
     return copy.requires_grad_().clone() if takes_gradient(copy) else copy
 
 

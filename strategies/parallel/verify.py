@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_leaves, map_tensors
 from trainer.errors import ConfigError
 from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
@@ -210,17 +210,15 @@ def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Result
     """Return copies of the arguments of a block, and the first one and the ones that require gradients as leaves."""
     number, leaves = 0, dict[str, torch.Tensor]()
 
-    def as_leaf(one: Any) -> Any:
+    def as_leaf(one: torch.Tensor) -> torch.Tensor:
         nonlocal number
-        if not isinstance(one, torch.Tensor):
-            return one
         number += 1
         leaf = one.detach().clone()
         if with_gradients and (one.requires_grad or (number == 1 and leaf.is_floating_point())):
             leaves[f"{IN_ARGUMENT}{number}"] = leaf.requires_grad_()
         return leaf
 
-    return map_leaves(inputs[0], as_leaf), map_leaves(inputs[1], as_leaf), leaves
+    return map_tensors(inputs[0], as_leaf), map_tensors(inputs[1], as_leaf), leaves
 
 
 def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:

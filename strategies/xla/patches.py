@@ -20,7 +20,7 @@ def recompute(block: nn.Module) -> Undo:
     """Have a block recompute its activations in the backward pass, with torch_xla's own function; returns the undo.
 
     torch's function does not support the device. torch_xla's restores the seed from the beginning of the step, not of
-    this block, so dropout would draw other numbers when it recomputes: here each call has a seed of its own.
+    this block, so dropout would draw other numbers when it recomputes: here each call has its own seed.
     """
     import torch_xla.core.xla_model as xm
     from torch_xla.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def recompute(block: nn.Module) -> Undo:
                 for norm in norms:
                     norm.track_running_stats = True
 
-        # A method of the block: then its weights are kept apart from those of the first pass, too.
+        # A method of the block: then its weights are kept apart from the first pass's weights, too.
         outputs = checkpoint(MethodType(seeded, block), *args, preserve_rng_state=False)
         advance_seed()
         return outputs

@@ -65,7 +65,7 @@ class SpmdMesh:
         return tuple(spec)
 
     def materialize(self, tensors: list[torch.Tensor]) -> None:
-        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers as they are."""
+        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers unchanged."""
         if tensors:
             self._xm.unlazy(tensors)
             self._xm.wait_device_ops()

@@ -40,7 +40,7 @@ DEVICE_USED = (
 )
 BACKWARD_RAN = (
     "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. "
-    "Train in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
+    "Train in a separate process; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
 )
 
 
@@ -126,7 +126,7 @@ class XlaStrategy(Strategy):
         self.mesh = SpmdMesh()
         self.device = self.mesh.device
         _check_backward(self.device)
-        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays as it is.
+        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays unchanged.
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
@@ -167,18 +167,6 @@ class XlaStrategy(Strategy):
     def spec(self, tensor: torch.Tensor) -> Spec:
         """Return how a weight or buffer is sharded over the devices."""
         return (None,) * tensor.dim()
-
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
-        raise_problems(
-            [
-                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses all of the step anyway: "
-                "leave fused out."
-                for optimizer in optimizers
-                if any(group.get("fused") for group in optimizer.param_groups)
-            ],
-            "configure_optimizers",
-        )
-        return optimizers
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
