@@ -52,8 +52,8 @@ class DDPStrategy(DistributedStrategy):
         comm_hook_state: the state given to a `comm_hook` function.
         timeout_seconds: after which a collective that does not end raises.
 
-    With manual optimization there is no wrapper: `manual_backward` averages the gradients when it is done, so any
-    subset of parameters may be used, in any order.
+    Manual optimization works without the wrapper: `manual_backward` averages the gradients at its end, so any subset of
+    parameters may be used, in any order.
     """
 
     name: ClassVar[str] = "ddp"
@@ -118,7 +118,7 @@ class DDPStrategy(DistributedStrategy):
         named = forward.named_parameters()
         apart = {name: p for name, p in named if is_quantized(p) or (p.is_floating_point() and p.itemsize == 1)}
         self.processes.broadcast(apart.values())
-        if apart:  # torch would broadcast them as they are
+        if apart:  # torch would broadcast them without a change of dtype
             forward._ddp_params_and_buffers_to_ignore = [*apart]
         self.wrapped = DistributedDataParallel(forward, **self.options)
         if self.comm_hook is not None:

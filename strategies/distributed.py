@@ -105,7 +105,7 @@ def average_gradients(
     that lacks gradients has to read which ones the others have.
 
     Args:
-        sparse: those of the parameters whose gradients are sparse.
+        sparse: the parameters with sparse gradients.
     """
     if not parameters:
         return
@@ -153,10 +153,10 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def check_backends(world_size: int) -> None:
-    """Check that the process group that is there already has a backend for the GPUs, and one for the CPU.
+    """Check that the existing process group has a backend for the GPUs, and one for the CPU.
 
     Raises:
-        ConfigError: it has not; a group of one process is destroyed instead, and made anew.
+        ConfigError: one is missing. A group of one process is destroyed instead, and made again.
     """
     backends = dist.get_backend_config()
     if "cuda:nccl" in backends and "cpu:gloo" in backends:

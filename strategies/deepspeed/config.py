@@ -55,7 +55,7 @@ class AgreedSettings:
     optimizer: Optimizer | None = None
     schedulers: Sequence[object] | None = None
     hidden_size: int | None = None
-    """Width of the model, from which the sizes of buckets follow; see `hidden_size_of`."""
+    """Width of the model, which determines the sizes of buckets; see `hidden_size_of`."""
 
 
 def read_config(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> Compl
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path; the default if there is no value, or "auto"."""
+    """Return the value at a dotted path; the default if it is missing, or "auto"."""
     part: Any = config
     for name in path.split("."):
         part = part.get(name) if isinstance(part, dict) else None
@@ -300,7 +300,7 @@ def _made_with(schedule: object, values: Mapping[str, Any]) -> bool:
 
 
 def _hyperparameters(optimizer: Optimizer, name: str) -> list[Any]:
-    """Return the values of a hyperparameter that an optimizer was made with: its default, and those of its groups."""
+    """Return the initial values of a hyperparameter: the optimizer's default, and one for each group."""
     # A schedule has already changed the learning rate; torch's schedulers keep the one before.
     groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
     return [values[name] for values in (optimizer.defaults, *groups) if values.get(name) is not None]

@@ -68,7 +68,7 @@ class MasterWeights:
         """The optimizer's group of each flat tensor."""
         self.flats: list[torch.Tensor] = self._find()
         self.buffers = [flat.grad for flat in self.flats]
-        """The buffers in which gradients are summed, if these are not on the device."""
+        """The buffers that sum up gradients, if these are not on the device."""
 
         self._seen: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """The parameters that the module computes with, each with its version and its memory after the last step."""
@@ -76,7 +76,7 @@ class MasterWeights:
         """In the first steps: sums of the bits of those that are full, to find changes that no version counts."""
         self._compares = FIRST_STEPS
         self._rounded_to: dict[nn.Parameter, torch.dtype] = {}
-        """The dtype in which the module computed with each parameter in the run that has ended."""
+        """The dtype of each parameter in the module's computations during the run that has ended."""
 
     def _find(self) -> list[torch.Tensor]:
         # With bf16 and gradients summed in fp32, ZeRO 1 has another class with other names for the same things.
@@ -160,7 +160,7 @@ class MasterWeights:
                 flat.grad = buffer.zero_()
 
     def finish(self) -> None:
-        """Take over the changes of the last hooks, and drop groups with which the engine could not end."""
+        """Take over the changes of the last hooks, and drop groups that the engine does not know."""
         self.take_over_counted_changes()
         self._drop_later_groups()
 
@@ -195,7 +195,7 @@ class MasterWeights:
             return Shard(self.detached_copy(piece.of(flat)), piece.shape, piece.extent)
 
     def write(self, values: Mapping[nn.Parameter, Loadable | Shard]) -> None:
-        """Set master weights from this process's shards, or from full tensors, of which only these shards are read."""
+        """Set master weights from this process's shards, or from full tensors; only these shards are read."""
         for number in range(len(self.flats)):
             pieces = {p: piece for p, piece in self.pieces_of(number).items() if p in values}
             if not pieces:
@@ -245,7 +245,7 @@ class MasterWeights:
         names: Mapping[nn.Parameter, str],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """Set the optimizer's states from those of full parameters, of which only this process's shards are read.
+        """Set the optimizer's states from full parameters' states; only this process's shards are read.
 
         `dtypes`: of the parameters, by name, when the states were saved.
 
@@ -273,7 +273,7 @@ class MasterWeights:
         if common.setdefault(key, number) != number:
             raise CheckpointError(
                 f"the checkpoint's optimizer has {key}={number:g} for {name!r}, and {common[key]:g} for others of its "
-                "group, but DeepSpeed keeps one value for a group. Give these parameters a group of their own in "
+                "group, but DeepSpeed keeps one value for a group. Give these parameters a separate group in "
                 "configure_optimizers."
             )
 
@@ -399,7 +399,7 @@ class NoMasterWeights(MasterWeights):
         self.zero.partition_all_parameters()
 
     def finish(self) -> None:
-        """Do nothing: there is no optimizer."""
+        """Do nothing, without an optimizer."""
 
     def release_engine(self, module: nn.Module) -> None:
         self.zero = None

@@ -74,7 +74,7 @@ def module_problems(name: str, module: TrainModule, precision: Precision, device
     return _those_found(
         (
             not module.automatic_optimization,
-            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
+            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine makes the steps. Use automatic "
             "optimization, or strategy 'ddp' or 'fsdp'.",
         ),
         (
@@ -125,8 +125,8 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
         ),
         (
             kind == "Adagrad",
-            "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
-            "torch.optim.AdamW or RMSprop.",
+            "DeepSpeed replaces your Adagrad by a new one, which schedules do not reach: use torch.optim.AdamW or "
+            "RMSprop.",
         ),
         (
             with_modes(optimizers),
@@ -135,7 +135,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
         ),
         (
             len(optimizers_inside(optimizer)) > 1 or extra_of(optimizer.state_dict()),
-            f"{kind} keeps more than the states of its parameters (another optimizer, or entries of its own in "
+            f"{kind} keeps more than the states of its parameters (another optimizer, or further entries in "
             "state_dict), and DeepSpeed puts flat parts in place of the parameters: use strategy 'fsdp' or 'ddp'.",
         ),
         (

@@ -146,7 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._packs_at_once = True
         """False with stage 1, which reduces the gradients when all are there, in the order of the parameters."""
         self._trained: set[str] = set()
-        """Names of the parameters that may have no gradient; empty after that was said once."""
+        """Names of the parameters that may lack a gradient; empty after the warning, which comes once."""
         self._used: set[str] = set()
         """Names of those that have one in the step in progress."""
         self.master_weights: MasterWeights = NoMasterWeights(None, None)
@@ -421,13 +421,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Do nothing, because the engine clips in its step, by the norm that it was given at the start.
 
-        With an infinite norm return that of the step before; None while a window is in progress. A step whose gradients
-        are not finite changes nothing, and has an infinite norm.
+        With an infinite norm return the norm of the step before; None while a window is in progress. A step whose
+        gradients are not finite changes nothing, and has an infinite norm.
 
-        In a loop of the user's the norm is that of the next step.
+        In a user's own loop the value is the clipping norm of the next step.
 
         Raises:
-            ConfigError: `value` or `algorithm` differs from that at the start.
+            ConfigError: `value` or `algorithm` has changed since the start.
         """
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()

@@ -88,7 +88,7 @@ def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Sh
     """Return nested data with a `Shard` for each distributed tensor; the same tensor twice is the same shard.
 
     Args:
-        writes: whether this process writes its part of a tensor, of which others may hold a copy.
+        writes: whether this process writes its part of a tensor; other processes may hold copies.
     """
     known = {} if known is None else known
 
@@ -103,9 +103,9 @@ def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Sh
 
 
 def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
-    """Set a tensor from a full one, of which only this process's shard is read if the tensor is distributed.
+    """Set a tensor from a full one, or from this process's shard as `shard_of` returns it.
 
-    Or from such a shard, as `shard_of` returns it.
+    For a distributed tensor only this process's shard of the full one is read.
     """
     local: torch.Tensor
     if isinstance(value, Shard):

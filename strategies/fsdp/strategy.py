@@ -85,7 +85,7 @@ class FSDPStrategy(DistributedStrategy):
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
         accumulate_unsharded: with accumulation, keep full gradients on each process until the last micro-batch, and
             communicate once. False: reduce after every micro-batch, which needs less memory.
-        reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
+        reduce_dtype: dtype of the sums of gradients over processes, e.g. "bfloat16"; default: float32.
         init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
@@ -93,7 +93,7 @@ class FSDPStrategy(DistributedStrategy):
             of a Hugging Face model in it; see `trainer.strategies.parallel.plan.STYLES`.
         context_parallel: processes among which each sequence is split, within the blocks. Blocks mix tokens by
             `scaled_dot_product_attention` only.
-        pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
+        pipeline_parallel: stages, each with some of the blocks. Its micro-batches are the batches of a window
             (`Trainer(accumulate_grad_batches=)`).
         expert_parallel: processes among which the experts of mixtures are split, of those over which weights are
             sharded: tokens travel to the processes that have their experts. The plan names the modules of experts.
@@ -258,7 +258,7 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
             self._take_over(self.wrapped.applied)
-            # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
+            # An evaluation leaves gathered copies, because no backward frees them, and an optimizer would train these.
             reshard_all(self.wrapped)
             if self.precision.float8 is None:
                 self.precision.convert_module(self.wrapped)
@@ -315,7 +315,7 @@ class FSDPStrategy(DistributedStrategy):
                 record.init_dtype_attrs = partial(_init_own_dtypes, record)
         self.wrapped.context = self._in_step
         self._make_gradients()
-        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has an order of its own
+        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has another order
             gathered = {id(unit) for unit in self._units}
             blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
             self._order = CallOrder(self.processes, self.name, "block", [*blocks])
@@ -596,7 +596,7 @@ class FSDPStrategy(DistributedStrategy):
     def _refuse_replaced_parameters(self) -> None:
         """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
 
-        `module.weight = nn.Parameter(...)` and `p.data = ...` would have no effect: FSDP2 keeps its own shards.
+        `module.weight = nn.Parameter(...)` and `p.data = ...` would be lost: FSDP2 keeps its own shards.
         """
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
@@ -732,7 +732,7 @@ class FSDPStrategy(DistributedStrategy):
         self._split.end_window()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
-        self._split.end_window()  # of a loop that has no windows
+        self._split.end_window()  # in a loop without windows
         super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self._gradients.release()
@@ -883,9 +883,9 @@ class _FSDPForward(StepForward):
 
 
 def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:
-    """Return the output of a unit with views replaced by copies; None if there are no views.
+    """Return the output of a unit with views replaced by copies; None without views.
 
-    An operation in place on a view, such as `x += y`, would silently drop the hook by which FSDP2 gathers the unit's
+    An operation in place on a view, such as `x += y`, would silently drop FSDP2's hook, which gathers the unit's
     weights for its backward.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -37,7 +37,7 @@ class ContextParallel:
     of every block is gathered: where the next block gets another tensor than that, sequences stay full in between.
 
     Args:
-        blocks: all blocks by name, in the order in which they are called.
+        blocks: all blocks by name, in the order of their calls.
         here: the names of those that this process computes; others are on other stages of a pipeline.
         group: the processes of one sequence.
         exchange: how attention reaches the tokens of the others.
@@ -210,7 +210,7 @@ class ContextParallel:
     def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """Return the best and the second best guess of the dimension of tokens; None for masks and others.
 
-        A mask's last dimension is the keys, of which there are as many as tokens.
+        A mask's last dimension is the keys, as many as tokens.
         """
         last = tensor.dim() - 1
         found = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
@@ -426,7 +426,7 @@ def gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Te
     """Return the parts of all processes of the group, one after the other along `dim`."""
     parts = dist.get_world_size(group)
     own = tensor.detach().contiguous()
-    bits = own.view(torch.uint8) if own.dtype == torch.bool else own  # gloo has no booleans
+    bits = own.view(torch.uint8) if own.dtype == torch.bool else own  # gloo cannot send booleans
     gathered = torch.empty(parts, *bits.shape, dtype=bits.dtype, device=bits.device)
     _all_gather(gathered.view(-1), bits.view(-1), group=group)
     return torch.cat(list(gathered.view(own.dtype)), dim)
@@ -473,7 +473,7 @@ class Shared(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     """Gather the parts of all processes along a dimension.
 
-    Each process computes the same loss from full sequences, and the strategy averages their gradients as those of
+    Each process computes the same loss from full sequences, and the strategy averages gradients as if the processes had
     different samples. So a process's part of the gradient counts as often as there are processes.
     """
 

@@ -221,9 +221,10 @@ def _local(parameter: Any) -> Any:
 
 
 class _Send(torch.autograd.Function):
-    """Send rows to the processes of a group, `sent[i]` to the i-th one, from which `received[i]` come.
+    """Send `sent[i]` rows to process i of a group, and receive `received[i]` rows from it.
 
-    The gradient is scaled: weights of experts get those of all senders' tokens, and FSDP averages over the others.
+    The gradient is scaled: weights of experts get gradients of all senders' tokens, and FSDP averages over the other
+    processes.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ _MOST_DIMENSIONS = 8
 
 
 class Neighbour:
-    """Another stage, to which tensors are sent and from which they come, of shapes that may differ each time.
+    """Another stage, to send tensors to and receive them from, with shapes that may differ each time.
 
     Args:
         sending, receiving: a group for each direction; with one for both, NCCL would have a send wait for a receive.
@@ -30,7 +30,7 @@ class Neighbour:
         """Send a tensor after a header with its shape and dtype.
 
         Raises:
-            ConfigError: the header has no number for its dtype.
+            ConfigError: its dtype is not in the table of dtypes.
         """
         if tensor.dtype not in _DTYPES:
             raise ConfigError(

@@ -92,7 +92,7 @@ class CommonLoss:
         self._blocks, self._groups, self._with_experts = [*blocks], groups, with_experts
         self._calls = -1
         self._kept: list[Marks] = []
-        """Marks of the values with which the blocks were verified."""
+        """Marks of the values that the blocks had when they were verified."""
         self.verifies = False
         """True if the blocks are to be verified again in the next call."""
 
@@ -167,7 +167,7 @@ def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, 
     """Compare the gradients of parameters that are replicated in a group. Collective.
 
     Args:
-        dtype: the dtype in which the gradients are computed.
+        dtype: the dtype of the computation of gradients.
 
     Raises:
         ConfigError: gradients differ by more than rounding, so that each process has a part of the sum.

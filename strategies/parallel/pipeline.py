@@ -53,12 +53,12 @@ class Pipeline:
     block after the own ones leaves the step. So masks, positions, losses and logging stay where the user wrote them,
     and what depends on another stage in any other way than through the blocks' first argument is NaN in the first step.
 
-    Micro-batches are those of a window, in the order of 1F1B (https://arxiv.org/abs/2006.09503): the backward of a
-    micro-batch waits until as many forwards are done as there are stages after this one.
+    Micro-batches are the batches of a window, in the order of 1F1B (https://arxiv.org/abs/2006.09503): a backward waits
+    until as many forwards are done as there are stages after this one.
 
     Args:
         module: changed in place, for good.
-        blocks: by name, in the order in which they are called.
+        blocks: by name, in the order of their calls.
         forwards, backwards: two process groups of the stages of one model, one for each direction.
         shared: returns the group of some of the stages; None for stages without this one.
         verify: see `FSDPStrategy`.

@@ -178,7 +178,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         if isinstance(style, str) and style not in STYLES:
             advice = did_you_mean(style, [*STYLES, "experts"])
             problems.append(
-                f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, "
+                f"tensor_parallel_plan: {style!r} for {pattern!r} is not a style.{advice} Styles: {', '.join(STYLES)}, "
                 "experts, or one of torch.distributed.tensor.parallel."
             )
             continue
@@ -275,7 +275,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
 
 
 def _refuse_uneven(parts: int, layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    """Raise ConfigError for sequences that would have parts of different lengths, with which collectives fail."""
+    """Raise ConfigError for sequences whose parts would have different lengths, since collectives fail with these."""
     length = args[0].shape[1]
     if length % parts:
         raise ConfigError(

@@ -75,7 +75,7 @@ def layout_problems(
 
 
 def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepOptions) -> None:
-    """Raise ConfigError for settings of a training with which a model cannot be split so."""
+    """Raise ConfigError for settings of a training that do not allow this split of a model."""
     if layout and config.compiles_module:
         raise ConfigError(
             "compile=True with a model that is split over processes: compile its blocks, which hooks of the strategy "
@@ -139,15 +139,16 @@ def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list
 
 
 def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return a problem for each class of layers that mixes tokens in a way of its own."""
+    """Return a problem for each class of layers that mixes tokens other than by torch's attention function."""
     found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
             if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
                 found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
     return [
-        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Blocks mix them by "
-        "torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of the tokens."
+        f"context_parallel: {place} is of class {kind}, which mixes tokens in another way than "
+        "torch.nn.functional.scaled_dot_product_attention. Use only that in blocks, so that each process can have some "
+        "of the tokens."
         for kind, place in found.items()
     ]
 
@@ -157,7 +158,7 @@ _COLLECTED = {
     "output_hidden_states": "which then returns what goes into all blocks",
     "output_attentions": "which then returns the attention of all blocks",
 }
-"""Settings by which Hugging Face models collect something from their blocks -> the fault where these are split."""
+"""Settings that have Hugging Face models collect something from their blocks -> the fault where these are split."""
 
 
 def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:

@@ -42,7 +42,7 @@ class SplitModel:
         layout: how many processes hold one model, and what each of them has.
         mesh: of the run.
         processes: of the run.
-        blocks: by name, in the order in which they are called.
+        blocks: by name, in the order of their calls.
         exchange, verify: see `FSDPStrategy`.
 
     Raises:

@@ -27,10 +27,10 @@ from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, 
 
 
 class StageChecks:
-    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave behind.
+    """Checks a stage's first batch, where the parameters of other stages are NaN, and what its blocks leave behind.
 
     Args:
-        module: the module, of which this process computes one stage.
+        module: the module; this process computes one stage.
         stage: the number of that stage.
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
@@ -136,7 +136,7 @@ class StageChecks:
         )
 
     def _names_behind(self, output: torch.Tensor) -> list[str]:
-        """Return the names of other stages' parameters from which an output was computed."""
+        """Return the names of other stages' parameters that an output was computed from."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
         variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))

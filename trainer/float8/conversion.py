@@ -24,8 +24,8 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     """Have linear layers compute in 8 bits, in place, with the same parameters; the log says which do not, and why.
 
     Weights, activations and gradients are scaled by their largest value and rounded in each product
-    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear compute in a way of their own, and
-    stay as they are.
+    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear, which may compute something else,
+    stay unchanged.
 
     Raises:
         ConfigError: no layer can.
@@ -36,7 +36,7 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     fits = [path for path in whole if type(linear[path]) is nn.Linear]
     if not fits:
         raise ConfigError(
-            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {multiple}, "
+            f"precision={name!r}: no nn.Linear of {type(module).__name__} has sizes that are multiples of {multiple}, "
             "and only these compute in 8 bits: use 'bf16-mixed', or other sizes."
         )
     native = has_float8(recipe)
