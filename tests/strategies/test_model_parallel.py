@@ -980,7 +980,7 @@ class Uneven(Small):
 
 CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
 REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
-    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, which mixes tokens in a way of its own"),
+    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, which mixes tokens in another way"),
     "heads that cannot be exchanged": (
         {**CP, "context_exchange": "heads"},
         Small,
@@ -989,7 +989,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     ),
     "an encoder and a decoder": (PP, Encoded, Attending, "in several lists, and a pipeline runs through one"),
     "fewer blocks than stages": (PP, OneBlock, Attending, "pipeline_parallel=2 needs at least 2 repeated blocks"),
-    "packed weights": (TP, Packed, Attending, "is no style"),
+    "packed weights": (TP, Packed, Attending, "is not a style"),
     "ties that are split apart": (TP, TiedApart, Attending, "are one weight, and are split differently"),
     "a fixed number of heads": (TP, Planned, FixedHeads, "view heads as -1"),
     "LBFGS with parts of layers": (TP, ClosedPlan, Attending, "LBFGS with tensor_parallel=2: it evaluates the loss"),
@@ -1165,7 +1165,7 @@ def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptur
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
     PlanCheck(module, styles, None).watch({}, {})  # type: ignore[arg-type]
-    assert "what is computed between up and the next layer is in no module without others" in caplog.text
+    assert "nothing compares what is computed between up and the next layer" in caplog.text
 
 
 @pytest.mark.parametrize(
