@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
-from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems, shown
+from trainer.errors import ConfigError, first_of, raise_problems, shown
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import AUTO, key_problems, without_auto
 
@@ -132,9 +132,9 @@ class CompletedConfig:
         self.settings = settings
         self.notes: list[str] = []
         """Remarks for the user, one sentence each."""
-        optimizer, scheduler = self.config.pop("optimizer", None), self.config.pop("scheduler", None)
-        self.problems = scheduler_problems(scheduler, settings.schedulers)
-        self._check_optimizer(optimizer)
+        self.problems: list[str] = []
+        self._check_optimizer(self.config.pop("optimizer", None))
+        self._check_schedule(self.config.pop("scheduler", None))
         norm = self._value("gradient_clipping")
         if norm and settings.clip_norm is None:
             self.notes.append(f"gradients are clipped by the norm {norm}, as the DeepSpeed configuration says")
@@ -243,43 +243,18 @@ class CompletedConfig:
                 theirs = f"the {kind} of configure_optimizers has {actual[0]!r}"
                 self._contradiction(f"optimizer.params.{name}={value!r}", theirs)
 
-
-AUTO_ARGUMENTS = {
-    "total_num_steps": "self.trainer.estimated_stepping_batches",
-    "warmup_min_lr": "0.0",
-    "warmup_max_lr": "optimizer.defaults['lr']",
-}
-"""Values for "auto" in a call of one of DeepSpeed's schedules, whose defaults hold for the other arguments."""
-
-
-def scheduler_problems(section: Any, schedulers: Sequence[object] | None) -> list[str]:
-    """Return what in the section "scheduler" contradicts the module's schedule, which is the only one that is stepped.
-
-    A section contradicts nothing when all its values are "auto" and there is a schedule, or when the schedule is
-    DeepSpeed's own of that name with those values.
-    """
-    if not isinstance(section, dict) or schedulers is None:
-        return []
-    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-
-    kind, given = section.get("type"), value_at(section, "params", {})
-    if kind not in VALID_LR_SCHEDULES:
-        return [f"scheduler.type={kind!r} is not a schedule of DeepSpeed.{did_you_mean(str(kind), VALID_LR_SCHEDULES)}"]
-    values = without_auto(given)
-    same = [one for one in schedulers if type(one).__name__ == kind and _made_with(one, values)]
-    if same or (schedulers and not values):
-        return []
-    known = {name: AUTO_ARGUMENTS[name] for name in given if name in AUTO_ARGUMENTS}
-    known |= {name: repr(value) for name, value in values.items()}
-    arguments = ", ".join(["optimizer", *(f"{name}={source}" for name, source in known.items())])
-    return [
-        f"the DeepSpeed configuration asks for the schedule {kind}, but configure_optimizers returned "
-        f"{first_of(type(one).__name__ for one in schedulers) or 'no schedule'}, and "
-        f"the trainer steps the module's. Return it there: from deepspeed.runtime.lr_schedules import {kind}; "
-        f"schedule = {kind}({arguments}); "
-        'return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}. '
-        "Or remove the section 'scheduler'."
-    ]
+    def _check_schedule(self, section: Any) -> None:
+        """Report a section "scheduler" with values, or without a schedule of the module, which is used instead."""
+        schedulers = self.settings.schedulers
+        if not isinstance(section, dict) or schedulers is None:
+            return
+        if without_auto(value_at(section, "params", {})) or not schedulers:
+            kind = section.get("type")
+            self.problems.append(
+                f"the DeepSpeed configuration asks for the schedule {kind}, but the trainer steps only the schedules of "
+                f"configure_optimizers. Return it there (from deepspeed.runtime.lr_schedules import {kind}), and remove "
+                "the section 'scheduler', or write \"auto\" for its values."
+            )
 
 
 def _is_of_type(kind: str, given: str) -> bool:
@@ -289,14 +264,6 @@ def _is_of_type(kind: str, given: str) -> bool:
     """
     plain, given = kind.lower().removeprefix("fused").removeprefix("deepspeedcpu"), given.lower()
     return given in (AUTO, plain, kind.lower()) or ({plain, given} == {"adam", "adamw"} and kind != "Adam")
-
-
-def _made_with(schedule: object, values: Mapping[str, Any]) -> bool:
-    """Whether an object of DeepSpeed's schedule was made with these values, as far as it still has them."""
-    renamed = {"lr_range_test_min_lr": "min_lr", "lr_range_test_step_size": "step_size"}
-    renamed |= {"warmup_min_lr": "min_lrs", "warmup_max_lr": "max_lrs"}
-    attributes = vars(schedule)
-    return all(_equal(value, attributes.get(renamed.get(name, name), value)) for name, value in values.items())
 
 
 def _hyperparameters(optimizer: Optimizer, name: str) -> list[Any]:
