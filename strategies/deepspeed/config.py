@@ -251,9 +251,9 @@ class CompletedConfig:
         if without_auto(value_at(section, "params", {})) or not schedulers:
             kind = section.get("type")
             self.problems.append(
-                f"the DeepSpeed configuration asks for the schedule {kind}, but the trainer steps only the schedules of "
-                f"configure_optimizers. Return it there (from deepspeed.runtime.lr_schedules import {kind}), and remove "
-                "the section 'scheduler', or write \"auto\" for its values."
+                f"the DeepSpeed configuration asks for the schedule {kind}, but the trainer steps only those that "
+                f"configure_optimizers returned. Return it there (from deepspeed.runtime.lr_schedules import {kind}), "
+                "and remove the section 'scheduler', or write \"auto\" for its values."
             )
 
 
