@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,12 @@ def find_experts(module: nn.Module, plan: Mapping[str, Any], parts: int) -> dict
     Raises:
         ConfigError: one of them cannot be split.
     """
-    found: dict[str, nn.Module] = {}
+    modules, found = dict(module.named_modules()), dict[str, nn.Module]()
     for pattern, style in plan.items():
-        for name, child in module.named_modules():
-            if fnmatchcase(name, pattern):
-                found.pop(name, None)
-                if style in EXPERT_STYLES:
-                    found[name] = child
+        for name in fnmatch.filter(modules, pattern):
+            found.pop(name, None)
+            if style in EXPERT_STYLES:
+                found[name] = modules[name]
     problems = (_problem(name, experts, parts) for name, experts in found.items())
     raise_problems(list(filter(None, problems)), type(module).__name__)
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -140,12 +140,12 @@ def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
         config = model.config.get_text_config()
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
             full = f"{prefix}{pattern}"
-            if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
+            if style not in EXPERT_STYLES and fnmatch.filter(names, full):
                 yield full, SharedByHeads(config.qk_rope_head_dim) if style == "mla_kv_a_proj" else style
-        plans = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
-        for pattern, style in chain.from_iterable(plan.items() for plan in plans):
+        of_tensors, of_experts = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
+        for pattern, style in (*of_tensors.items(), *of_experts.items()):
             full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
-            matches = [name for name in names if fnmatchcase(name, full)]
+            matches = fnmatch.filter(names, full)
             if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
                 yield full, style
 
@@ -162,17 +162,16 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be split by `parts`.
     """
     names = dict(module.named_modules())
+    inner = [*filter(None, names)]
     wrapped = wrapped_layers(names)
     problems: list[str] = []
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
-        matches = [name for name in names if name and fnmatchcase(name, pattern)]
+        matches = fnmatch.filter(inner, pattern)
         around = tuple(f"{name}." for name in wrapped if name in matches)
         matches = [name for name in matches if not name.startswith(around)]
         if not matches:
-            problems.append(
-                f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, filter(None, names))}"
-            )
+            problems.append(f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, inner)}")
         if style in EXPERT_STYLES:
             continue
         if isinstance(style, str) and style not in STYLES:

@@ -114,43 +114,20 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit) -> None:
-    """Raise ConfigError for all blocks that cannot be stages of a pipeline, or compute parts of sequences."""
-    problems: list[str] = []
-    if layout.pipeline > 1:
-        problems += _repeated_blocks(module, blocks)
-    if layout.context > 1:
-        problems += _mixing_layers(blocks)
-    raise_problems(problems, type(module).__name__)
-
-
-def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
-    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
-    parents = {name.rpartition(".")[0] for name in blocks}
-    for name, child in module.named_modules(remove_duplicate=False):
-        if child in places and name.rpartition(".")[0] in parents:
-            places[child].append(name)
-    return [
-        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
-        "Give each place a separate block, or use another strategy."
-        for names in places.values()
-        if len(names) > 1
-    ]
-
-
-def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return a problem for each class of layers that mixes tokens other than by torch's attention function."""
+def refuse_mixing_layers(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for layers that mix the tokens of sequences other than by torch's attention function."""
     found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
             if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
                 found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
-    return [
+    problems = [
         f"context_parallel: {place} is of class {kind}, which mixes tokens in another way than "
         "torch.nn.functional.scaled_dot_product_attention. Use only that in blocks, so that each process can have some "
         "of the tokens."
         for kind, place in found.items()
     ]
+    raise_problems(problems, type(module).__name__)
 
 
 _COLLECTED = {

@@ -22,7 +22,7 @@ from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
 from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.parallel.pipeline import Pipeline
-from trainer.strategies.parallel.refusals import refuse_collecting, refuse_settings, refuse_unsplittable
+from trainer.strategies.parallel.refusals import refuse_collecting, refuse_mixing_layers, refuse_settings
 from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.parallel.verify import Verification
 from trainer.strategies.swapped_parameters import has_compiled
@@ -81,7 +81,6 @@ class SplitModel:
         if layout.pipeline * layout.context > 1:
             self.blocks = self.here = main_stack(self.blocks)
             refuse_collecting(f"{layout}", self.module)
-            refuse_unsplittable(self.module, self.blocks, layout)
         lines = []
         if layout.pipeline > 1:
             groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
@@ -92,6 +91,7 @@ class SplitModel:
         if layout.tensor * layout.expert > 1:
             lines.append(self._split_layers())
         if layout.context > 1:
+            refuse_mixing_layers(self.module, self.blocks)
             self._context = ContextParallel(self.blocks, self.here, mesh.group("context"), exchange, self.verify)
             self._verifications.append(self._context.verification)
         if self._plan_check is not None:

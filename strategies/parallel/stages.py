@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 
 from torch import nn
@@ -37,7 +38,7 @@ def split_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -
     for end, around in zip((0, -1), _parameters_around(module, blocks), strict=True):
         sizes[end] += sum(p.numel() for key, p in around.items() if key not in inside)
     ends = cut_blocks(sizes, stages)
-    return {name: next(stage for stage, end in enumerate(ends) if number < end) for number, name in enumerate(names)}
+    return {name: bisect(ends, number) for number, name in enumerate(names)}
 
 
 def _parameters_around(
