@@ -308,10 +308,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         module = self.module
         layers = {name: one for name, one in module.named_modules() if [*one.parameters(recurse=False)]}
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        if self.stage == 3:
-            self._order = CallOrder(self.processes, self.name, "layer", [*layers])
-        else:
-            self._order = CallOrder(self.processes, self.name, "gradient of")
+        what, first = ("layer", [*layers]) if self.stage == 3 else ("gradient of", None)
+        self._order = CallOrder(self.processes, self.name, what, first)
         self._order.watch_gradients(trained, self._note_gradient)
         self._trained = set(trained)
         # The engine turns an autocast around it off.

@@ -309,15 +309,13 @@ class FSDPStrategy(DistributedStrategy):
         self._parameters = [record for group in self._groups for record in group.fsdp_params]
         self._places = {place: record for record in self._parameters for place in places_of(record)}
         share_flags(self._parameters, formers)
-        wide = {id(layer) for layer in self.module.modules() if _computes_in_own_dtype(layer)}
         for record in self._parameters:
-            if id(record._module_info.module) in wide or record.sharded_param.is_complex():
+            if _computes_in_own_dtype(record._module_info.module) or record.sharded_param.is_complex():
                 record.init_dtype_attrs = partial(_init_own_dtypes, record)
         self.wrapped.context = self._in_step
         self._make_gradients()
         if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has another order
-            gathered = {id(unit) for unit in self._units}
-            blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
+            blocks = {name: one for name, one in self.module.named_modules() if one in self._units}
             self._order = CallOrder(self.processes, self.name, "block", [*blocks])
             self._order.watch(blocks)
 
