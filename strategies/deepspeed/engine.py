@@ -21,9 +21,16 @@ RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter
 """Collectives that DeepSpeed calls by the names they had before torch 2.13."""
 
 LEFT_IN_MODULES = (
-    *("_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "ds_external_parameters"),
-    *("ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters", "post_bwd_fn"),
-    *("pre_bwd_fn",),
+    "_external_params",
+    "_original_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
 )
 """Attributes that an engine of stage 3 leaves behind; with them the next one would call the one that is gone."""
 

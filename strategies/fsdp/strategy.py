@@ -610,8 +610,7 @@ class FSDPStrategy(DistributedStrategy):
             f"{self._name_of(place)} of shape {list(parameter.sharded_param.shape)} was replaced while training, by "
             f"`module.{place.param_name} = ...`, `p.data = ...`, load_state_dict(assign=True), weight_norm or "
             f"register_parametrization, and strategy {self.name!r} still has its shards. Parametrize before fit, and "
-            "change values in place, on all processes, between two steps: with torch.no_grad(): "
-            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)), from torch.distributed.tensor."
+            "change values between two steps: with trainer.full_parameters(module, write=True): ..."
         )
 
     def _refuse_changes_within_step(self) -> None:

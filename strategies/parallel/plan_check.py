@@ -128,12 +128,11 @@ class PlanCheck:
             raise ConfigError(
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
                 f"({class_of(block).__name__}) does not compute the same: {difference}. Between a 'colwise' and a "
-                "'rowwise' layer each process has some of the features or heads, and what is computed there cannot "
-                "depend on the others: give both of a pair, and view heads as -1; a weight with several parts (a "
-                "fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over these "
-                "features, and numbers that go by the count of heads, need layers that are not split. Where a style "
-                "splits sequences, positions and lengths of the block's own are those of a part. Keep with "
-                f"detach() what is only logged. Of a gradient: {HOW_GRADIENTS}"
+                "'rowwise' layer each process has some of the features or heads: give both of a pair, view heads as "
+                "-1, and group a weight with several parts (a fused qkv, gate and up) by heads, or make several layers "
+                "of it. Split no layers around norms, softmax and means over features, or numbers that go by the count "
+                "of heads. With styles that split sequences, pass positions and lengths as arguments. Keep with "
+                f"detach() what is only logged. For gradients: {HOW_GRADIENTS}"
             )
 
     def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -67,9 +67,8 @@ def layout_problems(
     own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
     if layout.pipeline > 1 and (own_loop or own_backward):
         problems.append(
-            "pipeline_parallel runs the backward of each micro-batch itself, on several stages: use a Trainer with "
-            "automatic_optimization and the loss that training_step returns, without an override of backward; or "
-            "tensor_parallel or context_parallel."
+            "pipeline_parallel runs the backward of each micro-batch itself, on several stages. Use a Trainer with "
+            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel."
         )
     return problems
 
@@ -84,14 +83,14 @@ def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: Ste
     for optimizer in optimizers:
         if layout.pipeline > 1 and mixes_parameters(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
-                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
-                "such as torch.optim.AdamW, or leave out pipeline_parallel."
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, and a process "
+                "has the parameters of one stage. Use an optimizer that steps each parameter alone, such as "
+                "torch.optim.AdamW."
             )
         if layout and needs_closure(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
-                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
+                "weights as one vector. Use it on one process, or use another optimizer."
             )
 
 
@@ -164,8 +163,7 @@ def _check_call(option: str, name: str, model: Any, args: Any, kwargs: Mapping[s
 
 def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
-        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
-        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
-        "logits of given tokens."
+        f"{option}: {name}.generate() needs the keys and values of all blocks and tokens, and a process has some of "
+        "them. Generate from a checkpoint on one device or with tensor_parallel (trainer checkpoint export writes a "
+        "folder for from_pretrained)."
     )

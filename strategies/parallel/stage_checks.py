@@ -195,7 +195,8 @@ class StageValues:
             if (place, name) in own and len(values) == 1:
                 continue
             owner = self._owners[place]
-            self.unread.setdefault(id(owner), (owner, {}))[1][name] = (
+            _, errors = self.unread.setdefault(id(owner), (owner, {}))
+            errors[name] = (
                 f"pipeline_parallel: the training reads {f'{place}.{name}'.strip('.')}, which differs between the "
                 "processes of one model, because another stage has changed it in an earlier step. Compute the value "
                 "before the blocks, since only the last stage runs the code after them, or use another strategy."

@@ -1021,7 +1021,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
     "a fused layer": (TP, Planned, Fused, "(a fused qkv, gate and up)"),
     "a fused layer that reads parts of sequences": (TP, Sequences, Fused, "(a fused qkv, gate and up)"),
-    "positions of parts of sequences": (TP, Sequences, OwnPositions, "lengths of the block's own are those of a part"),
+    "positions of parts of sequences": (TP, Sequences, OwnPositions, "pass positions and lengths as arguments"),
     "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "the gradient of norm."),
