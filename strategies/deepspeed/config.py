@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
-from trainer.errors import ConfigError, first_of, raise_problems, shown
+from trainer.errors import ConfigError, raise_problems, shown
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import AUTO, key_problems, without_auto
 
@@ -103,7 +103,7 @@ def config_problems(config: Mapping[str, Any], settings: AgreedSettings) -> list
     return key_problems(config) or CompletedConfig(config, settings).problems
 
 
-def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> CompletedConfig:
+def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> dict[str, Any]:
     """Return the complete configuration as DeepSpeed gets it, without any `"auto"`.
 
     Values that the settings leave open are DeepSpeed's defaults. The sections "optimizer" and "scheduler" are left
@@ -113,7 +113,7 @@ def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> Compl
         ConfigError: everything wrong in one message.
     """
     raise_problems(config_problems(config, settings), "the DeepSpeed configuration")
-    return CompletedConfig(config, settings)
+    return CompletedConfig(config, settings).config
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -130,14 +130,9 @@ class CompletedConfig:
     def __init__(self, config: Mapping[str, Any], settings: AgreedSettings) -> None:
         self.config: dict[str, Any] = copy.deepcopy(dict(config))
         self.settings = settings
-        self.notes: list[str] = []
-        """Remarks for the user, one sentence each."""
         self.problems: list[str] = []
         self._check_optimizer(self.config.pop("optimizer", None))
         self._check_schedule(self.config.pop("scheduler", None))
-        norm = self._value("gradient_clipping")
-        if norm and settings.clip_norm is None:
-            self.notes.append(f"gradients are clipped by the norm {norm}, as the DeepSpeed configuration says")
         for path, value, source in self._trainers_values():
             self._reconcile(path, value, source)
         self._check_nvme_paths()
@@ -215,18 +210,18 @@ class CompletedConfig:
             self._reconcile("train_batch_size", product, factors)
 
     def _fill_buckets(self) -> None:
-        """Set bucket sizes as accelerate and transformers do (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
+        """Set bucket sizes as accelerate and transformers do (accelerate 1.15, accelerator.py, _prepare_deepspeed).
+
+        Without a width DeepSpeed's defaults hold.
+        """
         zero, width = self.config.get("zero_optimization", {}), self.settings.hidden_size or 0
         sizes = {
             "reduce_bucket_size": width * width,
             "stage3_prefetch_bucket_size": int(0.9 * width * width),
             "stage3_param_persistence_threshold": 10 * width,
         }
-        autos = [name for name in sizes if zero.get(name) == AUTO]
         if width:
-            zero.update({name: sizes[name] for name in autos})
-        elif autos:
-            self.notes.append(f"no config of the module has a hidden_size: DeepSpeed's defaults for {first_of(autos)}")
+            zero.update({name: size for name, size in sizes.items() if zero.get(name) == AUTO})
 
     def _check_optimizer(self, section: Any) -> None:
         """Compare the section "optimizer" with the module's optimizer, which the engine gets instead."""

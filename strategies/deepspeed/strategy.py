@@ -296,12 +296,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
         settings = self._settings(self.precision, self.processes.world_size, config or StepOptions(), **known)
         completed = resolve_config(self.config, settings)
-        if config is not None and self.processes.is_global_zero:
-            for note in completed.notes:
-                log.info("deepspeed: %s", note)
-            if config.run_dir is not None:
-                write_config(completed.config, config.run_dir)
-        return completed.config
+        if config is not None and config.run_dir is not None and self.processes.is_global_zero:
+            write_config(completed, config.run_dir)
+        return completed
 
     def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
         """Start the engine, after the hooks that have to come before its own."""

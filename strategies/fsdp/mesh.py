@@ -112,8 +112,10 @@ class ParallelMesh:
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of some stages of this process's model; None if this process is of none of them."""
         ranks = dist.get_process_group_ranks(self._groups["stage"])
-        if self.position("stage") not in stages or len(stages) == len(ranks):
-            return self._groups["stage"] if len(stages) == len(ranks) else None
+        if len(stages) == len(ranks):
+            return self._groups["stage"]
+        if self.position("stage") not in stages:
+            return None
         some = tuple(stages)
         if some not in self._of_stages:
             members = [ranks[stage] for stage in stages]

@@ -173,7 +173,7 @@ class FSDPStrategy(DistributedStrategy):
         """The parameters that an evaluation inside `fit` has gathered; None: no evaluation."""
         self._gathered_at_start: GatheredStates = []
         """The parameters that were gathered when a step began; when its window began, if they stay gathered in it."""
-        self._hooks: list[RemovableHandle] | None = None
+        self._hooks: list[RemovableHandle] = []
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
 
     # -- before anything is started ------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ class FSDPStrategy(DistributedStrategy):
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
-        self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
+        self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else []
         for optimizer in optimizers if self._steps_by_hand else ():
             self._gradients.clear_with(optimizer)
         return optimizers
@@ -532,7 +532,7 @@ class FSDPStrategy(DistributedStrategy):
         pipeline = self._split.pipeline
         if pipeline is None:
             return self._call_wrapped(step, args)
-        with without_hooks(self._hooks) if between and self._hooks else NULL_CONTEXT:
+        with without_hooks(self._hooks if between else []):
             call = partial(self._call_wrapped, step, args)
             outputs = pipeline.forward(call, step, self.device, self._communicates)
         if step == "training_step" and not self._gathered_at_start:

@@ -383,9 +383,11 @@ class SplitAttention(TorchFunctionMode):
 
     def _full_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
         """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
-        if mask is not None and mask.shape[-1] == keys:
+        if mask is None:
+            return None
+        if mask.shape[-1] == keys:
             mask = _GatherKeys.apply(mask, mask.dim() - 1, self.group)
-        if mask is not None and mask.dim() > 1 and mask.shape[-2] == queries:
+        if mask.dim() > 1 and mask.shape[-2] == queries:
             mask = _GatherKeys.apply(mask, mask.dim() - 2, self.group)
         return mask
 

@@ -93,7 +93,7 @@ class Pipeline:
         self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verify)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
-        self._dress(list(blocks.items()))
+        self._dress(blocks)
 
     def connect(
         self,
@@ -155,23 +155,23 @@ class Pipeline:
                     stand_ins[id(parameter)] = _stand_in(parameter)
                 owner._parameters[name] = stand_ins[id(parameter)]
 
-    def _dress(self, blocks: list[tuple[str, nn.Module]]) -> None:
-        own = list(self.blocks)
-        for name, block in blocks:
+    def _dress(self, blocks: dict[str, nn.Module]) -> None:
+        """Replace the forwards of other stages' blocks, and add hooks to the own ones."""
+        for name, block in blocks.items():
             if self.stage_of_block[name] < self.stage:
                 block.forward = self._checks.pass_by
             elif self.stage_of_block[name] > self.stage:
                 block.forward = partial(_leave, block)
-            if name == own[0] and not self.is_first:
-                # Before FSDP's own hook, which has to see the tensor that gradients flow to.
-                block.register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
-            elif name == own[0]:
-                block.register_forward_pre_hook(self._begin, with_kwargs=True)
-            if name == own[-1]:
-                block.register_forward_hook(self._end)
-            if name in self.blocks:
-                block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
-                block.register_forward_hook(partial(self._checks.check_output, name))
+        own = list(self.blocks.values())
+        if self.is_first:
+            own[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        else:
+            # Before FSDP's own hook, which has to see the tensor that gradients flow to.
+            own[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
+        own[-1].register_forward_hook(self._end)
+        for name, block in self.blocks.items():
+            block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
+            block.register_forward_hook(partial(self._checks.check_output, name))
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)

@@ -344,7 +344,7 @@ def is_here(layer: nn.Module) -> bool:
     return not parameters or not all(isinstance(p, AbsentParameter) for p in parameters)
 
 
-def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str] = ()) -> str:
+def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str]) -> str:
     """Return which layers are split, and which layers with weights are replicated."""
     replicated = [
         name or "parameters of the module itself"

@@ -275,8 +275,6 @@ class SplitModel:
         """Return a value that belongs to a parameter or buffer, or to no one (""), with its shards on this process."""
         from trainer.strategies.fsdp.dtensors import absent, as_shards, full_shard
 
-        if self.layout.processes == 1:
-            return as_shards(value, lambda tensor: True, known)
         if not self.is_here(name):
             return known.setdefault(id(value), absent(value))
         if self.pipeline is not None and name in self.pipeline.stage_of_buffer:
