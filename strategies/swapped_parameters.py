@@ -112,6 +112,12 @@ def _refuse_within_a_step(strategy: Strategy) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def gathering_hooks(units: Iterable[Any]) -> list[RemovableHandle]:
+    """Return the handles of FSDP2's hooks that gather and free the weights of units."""
+    states = [unit._get_fsdp_state() for unit in units]
+    return [handle for one in states for handle in (one._pre_forward_hook_handle, one._post_forward_hook_handle)]
+
+
 @contextmanager
 def without_hooks(handles: list[RemovableHandle]) -> Iterator[None]:
     """Leave out hooks of modules within the block; afterwards they are called in the same order as before."""

@@ -7,15 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-from trainer.errors import MissingPackageError
 
 RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """Collectives that DeepSpeed calls by the names they had before torch 2.13."""
@@ -36,13 +33,7 @@ LEFT_IN_MODULES = (
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import the package for this kind of device, without its own messages and warnings.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    if find_spec("deepspeed") is None:
-        raise MissingPackageError("deepspeed", "strategy 'deepspeed'")
+    """Import the package for this kind of device, without its own messages and warnings."""
     if device_type == "cpu" or not torch.accelerator.is_available():  # a dry run for GPUs on a machine without
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():

@@ -45,6 +45,7 @@ from trainer.strategies.parallel.refusals import layout_problems
 from trainer.strategies.parallel.split_model import SplitModel
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    gathering_hooks,
     has_compiled,
     unchanged_while_gathered,
     without_hooks,
@@ -512,7 +513,7 @@ class FSDPStrategy(DistributedStrategy):
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
-        self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else []
+        self._hooks = gathering_hooks(self._units) if self._keeps_gathered and not low else []
         for optimizer in optimizers if self._steps_by_hand else ():
             self._gradients.clear_with(optimizer)
         return optimizers
@@ -581,11 +582,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout or self._steps_by_hand or has_compiled(self.module):
             return NULL_CONTEXT
         units = [(unit, partial(self._gathered_by, unit)) for unit in self._units]
-        return unchanged_while_gathered(units, self._gathering_hooks(self._units), self)
-
-    def _gathering_hooks(self, units: list[Any]) -> list[RemovableHandle]:
-        states = [unit._get_fsdp_state() for unit in units]
-        return [handle for s in states for handle in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
+        return unchanged_while_gathered(units, gathering_hooks(self._units), self)
 
     def _gathered_by(self, unit: nn.Module) -> dict[str, torch.Tensor]:
         records = [one for group in parameter_groups(unit) for one in group.fsdp_params if _was_gathered(one)]
@@ -673,7 +670,7 @@ class FSDPStrategy(DistributedStrategy):
         """
         inside = {id(child) for child in module.modules()}
         units = [unit for unit in self._units if id(unit) in inside]
-        handles = self._gathering_hooks(units) + [one._post_load_hook_handle for one in self._parameters]
+        handles = gathering_hooks(units) + [one._post_load_hook_handle for one in self._parameters]
         refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
         try:
             with without_hooks(handles):

@@ -197,18 +197,13 @@ def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> s
     layer = getattr(layer, "_orig_mod", layer)
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return ""
-    if not isinstance(layer, (nn.Linear, nn.Embedding)):
+    if not isinstance(layer, (nn.Linear, nn.Embedding)) or "weight" not in layer._parameters:
         kind = type(layer)
         return (
             f"tensor_parallel_plan: {name} is of class {kind.__name__} from {kind.__module__}, and its style splits "
-            "nn.Linear and nn.Embedding, also with adapters of LoRA (without DoRA and other variants; of embeddings "
-            "with 'rowwise' only): leave it out with None, or use another option than tensor_parallel."
-        )
-    if "weight" not in layer._parameters:
-        return (
-            f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another "
-            "parametrization), and its style splits a weight that is a parameter: leave it out with None, or remove "
-            "the parametrization."
+            "nn.Linear and nn.Embedding whose weight is a parameter (without weight_norm and other parametrizations), "
+            "also with adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only). Leave it "
+            "out with None, or use another option than tensor_parallel."
         )
     if isinstance(layer, nn.Embedding):  # a vocabulary may be split unevenly
         return ""

@@ -24,7 +24,7 @@ from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
 from trainer.strategies.parallel.one_reader import digest, is_dtensor
-from trainer.strategies.swapped_parameters import without_hooks
+from trainer.strategies.swapped_parameters import gathering_hooks, without_hooks
 from trainer.strategy import eval_mode
 
 log = logging.getLogger("trainer")
@@ -323,12 +323,10 @@ def _gathered(block: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     units = [unit for unit in block.modules() if unit is not block and isinstance(unit, FSDPModule)]
-    states: list[Any] = [unit._get_fsdp_state() for unit in units]
-    hooks = [handle for one in states for handle in (one._pre_forward_hook_handle, one._post_forward_hook_handle)]
     for unit in units:
         unit.unshard()
     try:
-        with without_hooks(hooks):
+        with without_hooks(gathering_hooks(units)):
             yield
     finally:
         for unit in units:

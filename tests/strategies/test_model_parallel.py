@@ -1035,7 +1035,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "a loss of split features that blocks keep": (TP, PlannedKept, KeepsPart, "what it leaves in kept is wrong by"),
     "a loss of split features that blocks return": (TP, PlannedReturned, ReturnsPart, "its output 2 is wrong by"),
     "a pair of layers outside of the blocks": (TP, PlannedAround, Attending, "tail (Softmaxed) does not compute the"),
-    "weights that are computed": (TP, Planned, WeightNormed, "the weight of blocks.0.out is computed from"),
+    "weights that are computed": (TP, Planned, WeightNormed, "blocks.0.out is of class ParametrizedLinear from"),
     "split layers that the module recomputes": (TP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "an input that is no argument": (CP, PutIntoBlocks, ReadsMean, "is none of its arguments: pass it as one"),
