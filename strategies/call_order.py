@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
+from trainer.model.reachable import tensors_in
 
 BACKWARD = "backward"
 _MOST_ORDERS = 8
@@ -111,7 +111,7 @@ class CallOrder:
         """Have the gradient of an output be a call."""
         if torch.compiler.is_compiling() or self._pass in ("", BACKWARD) or not torch.is_grad_enabled():
             return
-        tensor = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        tensor = next((one for one in tensors_in(output) if one.requires_grad), None)
         if tensor is not None:
             tensor.register_hook(lambda gradient: self.call(name))
 

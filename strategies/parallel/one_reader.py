@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -175,7 +176,7 @@ def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, 
     limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
     different = (differences_among(gradients, group) > limit).tolist() if gradients else []
-    names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]
+    names = [*compress(parameters, different)]
     if names:
         raise ConfigError(
             f"tensor_parallel={dist.get_world_size(group)}: {first_of(names)} are replicated, but their gradients "

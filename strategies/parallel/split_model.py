@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -286,9 +287,8 @@ class SplitModel:
         """Return the optimizer's state with what other stages have of it, as shards without elements. Collective."""
         from trainer.strategies.fsdp.dtensors import absent_like, description
 
-        everywhere: dict[str, Any] = {}
-        for of_rank in self._processes.all_gather_object({name: description(of_one) for name, of_one in own.items()}):
-            everywhere = {**of_rank, **everywhere}
+        described = {name: description(of_one) for name, of_one in own.items()}
+        everywhere = ChainMap(*self._processes.all_gather_object(described))
         names = [name for group in groups for name in group["params"] if name in everywhere]
         return {name: own[name] if name in own else absent_like(everywhere[name]) for name in names}
 
