@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule
 from trainer.optimizers import needs_closure
@@ -36,41 +36,42 @@ def layout_problems(
         shards: the number of processes with different samples over which weights are sharded.
         own_loop: the user's program has the loop, as with an Engine.
     """
-    problems = []
-    if num_processes % layout.processes:
-        problems.append(
-            f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
-            f"{num_processes}."
-        )
-    if shards * layout.context % layout.expert:
-        problems.append(
-            f"expert_parallel={layout.expert} does not divide the {shards * layout.context} processes over which "
-            "weights are sharded: choose a number that does."
-        )
-    if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
-        problems.append(
-            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
-            "their processes. Use 'bf16-mixed'."
-        )
-    if layout.tensor > 1 and precision.float8 == "mx":
-        problems.append(
-            f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
-            "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
-        )
     plan = getattr(module, "tensor_parallel_plan", None)
     styles = [style for style in plan.values() if isinstance(style, str)] if isinstance(plan, Mapping) else []
-    if layout.tensor > 1 and layout.context > 1 and any("sequence" in style for style in styles):
-        problems.append(
-            f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
-            "another order: use 'colwise' and 'rowwise' in the plan, and none for norms."
-        )
+    splits_sequences = any("sequence" in style for style in styles)
     own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
-    if layout.pipeline > 1 and (own_loop or own_backward):
-        problems.append(
+    return problems_found(
+        (
+            num_processes % layout.processes,
+            f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
+            f"{num_processes}.",
+        ),
+        (
+            shards * layout.context % layout.expert,
+            f"expert_parallel={layout.expert} does not divide the {shards * layout.context} processes over which "
+            "weights are sharded: choose a number that does.",
+        ),
+        (
+            layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed",
+            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
+            "their processes. Use 'bf16-mixed'.",
+        ),
+        (
+            layout.tensor > 1 and precision.float8 == "mx",
+            f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
+            "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel.",
+        ),
+        (
+            layout.tensor > 1 and layout.context > 1 and splits_sequences,
+            f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
+            "another order: use 'colwise' and 'rowwise' in the plan, and none for norms.",
+        ),
+        (
+            layout.pipeline > 1 and (own_loop or own_backward),
             "pipeline_parallel runs the backward of each micro-batch itself, on several stages. Use a Trainer with "
-            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel."
-        )
-    return problems
+            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel.",
+        ),
+    )
 
 
 def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepOptions) -> None:

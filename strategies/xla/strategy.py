@@ -20,7 +20,7 @@ from trainer.checkpoint.optimizer_state import state_by_name
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.distributed.tpu import torch_xla_problem
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.unsupported import unsupported
@@ -86,25 +86,27 @@ class XlaStrategy(Strategy):
         module: TrainModule | None = None,
     ) -> list[str]:
         problem = torch_xla_problem()
-        problems = [f"strategy {self.name!r}: {problem}"] if problem else []
-        problems += override_problems(module, self.name)
-        if device_type != "xla":
-            problems.append(
+        lacks_precision = precision.float8 is not None or precision.loss_scaling or precision.weights is torch.float16
+        return override_problems(module, self.name) + problems_found(
+            (problem, f"strategy {self.name!r}: {problem}"),
+            (
+                device_type != "xla",
                 f"strategy {self.name!r} runs on torch_xla's devices, not on {device_type!r}: leave accelerator out, "
                 "or, where TorchTPU is installed, use strategy='ddp' or 'fsdp'. To try it on a CPU, set the "
-                "environment variables PJRT_DEVICE=CPU CPU_NUM_DEVICES=4."
-            )
-        if num_processes > 1:
-            problems.append(
+                "environment variables PJRT_DEVICE=CPU CPU_NUM_DEVICES=4.",
+            ),
+            (
+                num_processes > 1,
                 f"strategy {self.name!r} drives all devices from one process, and {num_processes} are asked for. "
-                "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
-                "devices='auto', and start one process."
-            )
-        if precision.float8 is not None or precision.loss_scaling or precision.weights is torch.float16:
-            problems.append(f"TPUs do not compute in precision {precision.name!r}: use precision='bf16-mixed'.")
-        if problem is None and _device_was_used_without_spmd():
-            problems.append(DEVICE_USED)
-        return problems
+                "Several processes on CPU devices would not talk to each other: each would train alone. Use "
+                "devices='auto', and start one process.",
+            ),
+            (
+                lacks_precision,
+                f"TPUs do not compute in precision {precision.name!r}: use precision='bf16-mixed'.",
+            ),
+            (problem is None and _device_was_used_without_spmd(), DEVICE_USED),
+        )
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
