@@ -195,7 +195,7 @@ class FSDPStrategy(DistributedStrategy):
         own_loop = config is not None and config.own_loop
         problems += layout_problems(self.layout, shards, num_processes, precision, module, own_loop)
         mesh, is_hybrid = self.device_mesh, self.sharding_strategy == "HYBRID_SHARD"
-        if mesh is not None and (not is_hybrid or len(mesh) != 2 or min(mesh) < 1 or math.prod(mesh) != readers):
+        if mesh is not None and (not is_hybrid or math.prod(mesh) != readers):
             problems.append(
                 f"device_mesh={mesh}: give (replicas, shards) whose product is {readers}, the number of processes that "
                 "read different samples, and sharding_strategy='HYBRID_SHARD'."

@@ -114,6 +114,22 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def refuse_repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for blocks in several places of their list, since a stage of a pipeline runs each block once."""
+    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
+    parents = {name.rpartition(".")[0] for name in blocks}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if child in places and name.rpartition(".")[0] in parents:
+            places[child].append(name)
+    problems = [
+        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
+        "Give each place a separate block, or use another strategy."
+        for names in places.values()
+        if len(names) > 1
+    ]
+    raise_problems(problems, type(module).__name__)
+
+
 def refuse_mixing_layers(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError for layers that mix the tokens of sequences other than by torch's attention function."""
     found: dict[str, str] = {}

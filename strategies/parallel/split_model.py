@@ -23,7 +23,12 @@ from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
 from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.parallel.pipeline import Pipeline
-from trainer.strategies.parallel.refusals import refuse_collecting, refuse_mixing_layers, refuse_settings
+from trainer.strategies.parallel.refusals import (
+    refuse_collecting,
+    refuse_mixing_layers,
+    refuse_repeated_blocks,
+    refuse_settings,
+)
 from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.parallel.verify import Verification
 from trainer.strategies.swapped_parameters import has_compiled
@@ -84,6 +89,7 @@ class SplitModel:
             refuse_collecting(f"{layout}", self.module)
         lines = []
         if layout.pipeline > 1:
+            refuse_repeated_blocks(self.module, self.blocks)
             groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
             self.pipeline = Pipeline(self.module, self.blocks, *groups, self.verify)
             self.here = self.pipeline.blocks
