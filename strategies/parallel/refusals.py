@@ -115,7 +115,7 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError for blocks in several places of their list, since a stage of a pipeline runs each block once."""
+    """Raise ConfigError for blocks in several places of their list: a pipeline runs each block once."""
     places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
     parents = {name.rpartition(".")[0] for name in blocks}
     for name, child in module.named_modules(remove_duplicate=False):
