@@ -256,6 +256,6 @@ class DDPStrategy(DistributedStrategy):
         super().teardown()
 
     def __str__(self) -> str:
-        changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]
-        hook = [f"comm_hook={self.comm_hook}"] if self.comm_hook else []
-        return f"{self.name} ({', '.join(changed + hook)})"
+        options = {**self.options, "comm_hook": self.comm_hook}
+        changed = [f"{name}={value}" for name, value in options.items() if value or name == "broadcast_buffers"]
+        return f"{self.name} ({', '.join(changed)})"

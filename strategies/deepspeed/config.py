@@ -121,7 +121,7 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     part: Any = config
     for name in path.split("."):
         part = part.get(name) if isinstance(part, dict) else None
-    return default if part is None or part == AUTO else part
+    return default if part in (None, AUTO) else part
 
 
 class CompletedConfig:

@@ -25,7 +25,7 @@ from trainer.checkpoint.optimizer_state import (
 )
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_tensors
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
@@ -188,19 +188,22 @@ class FSDPStrategy(DistributedStrategy):
         module: TrainModule | None = None,
     ) -> list[str]:
         problems = super().problems(precision, device_type, num_processes, config, module)
-        if device_type == "mps":
-            problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
         readers = max(1, num_processes // self.layout.processes)
         shards = self.device_mesh[-1] if self.device_mesh else readers
         own_loop = config is not None and config.own_loop
         problems += layout_problems(self.layout, shards, num_processes, precision, module, own_loop)
         mesh, is_hybrid = self.device_mesh, self.sharding_strategy == "HYBRID_SHARD"
-        if mesh is not None and (not is_hybrid or math.prod(mesh) != readers):
-            problems.append(
+        return problems + problems_found(
+            (
+                device_type == "mps",
+                "strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.",
+            ),
+            (
+                mesh is not None and (not is_hybrid or math.prod(mesh) != readers),
                 f"device_mesh={mesh}: give (replicas, shards) whose product is {readers}, the number of processes that "
-                "read different samples, and sharding_strategy='HYBRID_SHARD'."
-            )
-        return problems
+                "read different samples, and sharding_strategy='HYBRID_SHARD'.",
+            ),
+        )
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
         from torch.distributed.tensor import DTensor
@@ -775,10 +778,10 @@ class FSDPStrategy(DistributedStrategy):
                 nn.utils.clip_grad_value_(together, value)
             return None
         if self._split.pipeline is None:
-            return clip_by_norm(parameters, value)
+            return clip_by_norm(parameters, parameters, value)
         names = {id(p): name for name, p in self.module.named_parameters()}
         counted = [p for p in parameters if self._split.pipeline.writes(names[id(p)])]
-        return clip_by_norm(parameters, value, counted, self._split.mesh.group("stage"))
+        return clip_by_norm(parameters, counted, value, self._split.mesh.group("stage"))
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Accept parameters that were frozen or unfrozen, but no added ones, which would not be sharded.
@@ -827,9 +830,9 @@ class FSDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self._order.end()
         self._of_models.clear()
-        pipeline = self._split.pipeline if "_split" in vars(self) else None
-        if self._mesh is not None and pipeline is not None and pipeline.has_messages:
-            forget_mesh(self._mesh)
+        split: SplitModel | None = vars(self).get("_split")
+        if split is not None and split.pipeline is not None and split.pipeline.has_messages:
+            forget_mesh(split.mesh)
         super().teardown()
 
     def __str__(self) -> str:

@@ -114,7 +114,8 @@ def _corrected(norm: _BatchNorm, momentum: float) -> list[Undo]:
             before.append(norm.running_var.clone())
 
     def correct(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if before and norm.running_var is not None:
+        if before:
+            assert norm.running_var is not None
             values = output.numel() // output.shape[1]
             kept = before.pop() * (1 - momentum)
             # `.data`: the backward pass has saved the buffer, though it makes no use of its values in training.
