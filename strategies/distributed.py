@@ -121,7 +121,8 @@ def average_gradients(
         parameter.grad = gradient.coalesce()
         dist.all_reduce(parameter.grad)
         parameter.grad /= world_size
-    for gradients in _buckets([p.grad for p in parameters if p.grad is not None and p not in sparse]):
+    dense: list[Any] = [p.grad for p in parameters if p not in sparse]
+    for gradients in _buckets(dense):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat /= world_size
