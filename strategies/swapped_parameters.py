@@ -100,6 +100,17 @@ class SwappedParameters:
             swap.slot.hold(swap.full)
 
 
+class SwapsParameters(Strategy):
+    """A strategy that shards parameters, and swaps full ones in within `full_parameters`."""
+
+    _full: SwappedParameters
+
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._full.block(module, write, on_rank_zero)
+
+
 def _refuse_within_a_step(strategy: Strategy) -> None:
     frame = sys._getframe(1)
     while frame is not None:

@@ -78,6 +78,7 @@ from trainer.strategies.deepspeed.problems import (
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    SwapsParameters,
     changed_alike,
     has_compiled,
     unchanged_while_gathered,
@@ -89,7 +90,7 @@ log = logging.getLogger("trainer")
 Offload = Literal[False, "cpu", "nvme"]
 
 
-class DeepSpeedStrategy(DistributedStrategy):
+class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
     """DeepSpeed's ZeRO engine under the trainer's loop.
 
     Args:
@@ -468,11 +469,6 @@ class DeepSpeedStrategy(DistributedStrategy):
             "train from the start, in a group whose lr is 0 until then; or end the run, and begin another from its "
             "weights (load_from_checkpoint); or use strategy 'ddp' or 'fsdp'."
         )
-
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
 
     def _computing_full(self, module: nn.Module) -> AbstractContextManager[None]:
         """Have a part of the module compute with full parameters, without the engine's hooks."""

@@ -45,6 +45,7 @@ from trainer.strategies.parallel.refusals import layout_problems
 from trainer.strategies.parallel.split_model import SplitModel
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    SwapsParameters,
     gathering_hooks,
     has_compiled,
     unchanged_while_gathered,
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class FSDPStrategy(DistributedStrategy):
+class FSDPStrategy(SwapsParameters, DistributedStrategy):
     """`fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on the blocks of the module.
 
     Args:
@@ -659,11 +660,6 @@ class FSDPStrategy(DistributedStrategy):
             )
         self._gradients.release()
         reshard_all(self.wrapped)
-
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
 
     @contextmanager
     def _computing_full(self, module: nn.Module) -> Iterator[None]:

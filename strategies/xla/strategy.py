@@ -26,11 +26,11 @@ from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.swapped_parameters import SwappedParameters
+from trainer.strategies.swapped_parameters import SwappedParameters, SwapsParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
-from trainer.strategy import StepOptions, Strategy, override_problems
+from trainer.strategy import StepOptions, override_problems
 
 log = logging.getLogger("trainer")
 
@@ -44,7 +44,7 @@ BACKWARD_RAN = (
 )
 
 
-class XlaStrategy(Strategy):
+class XlaStrategy(SwapsParameters):
     """Data parallel over all devices by SPMD: one process, one program that XLA partitions over the devices.
 
     A micro-batch is the global one: its first dimension is sharded over the devices, and everything else, batch norm
@@ -230,11 +230,6 @@ class XlaStrategy(Strategy):
         import torch_xla
 
         torch_xla.sync()
-
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
