@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
+from trainer.strategies.parallel.one_reader import local_part
 from trainer.strategies.parallel.refusals import without_graph
 from trainer.strategies.parallel.verify import Inputs, Results, compare, replaced_parameters, results_of
 
@@ -205,15 +206,11 @@ class _SplitExperts:
         if isinstance(count, int):
             self._experts.num_experts = self._own  # type: ignore[assignment]
         try:
-            with replaced_parameters(self._experts, _local):
+            with replaced_parameters(self._experts, local_part):
                 yield
         finally:
             if isinstance(count, int):
                 self._experts.num_experts = count  # type: ignore[assignment]
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 # -- collectives with gradients ----------------------------------------------------------------------------------------

@@ -189,11 +189,16 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "to_local")
 
 
+def local_part(tensor: Any) -> Any:
+    """Return this process's part of a DTensor, and any other tensor unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def differences_among(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
     differences, norms = [], []
     for tensor in tensors:
-        own = (tensor.to_local() if is_dtensor(tensor) else tensor).detach().float()
+        own = local_part(tensor).detach().float()
         mean = own.clone()
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)

@@ -21,6 +21,7 @@ from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.parallel.context import split_hidden
 from trainer.strategies.parallel.messages import Neighbour
+from trainer.strategies.parallel.one_reader import local_part
 from trainer.strategies.parallel.stage_checks import StageChecks
 from trainer.strategies.parallel.stages import split_blocks, stages_of_parameters
 from trainer.strategies.parallel.verify import Verification
@@ -286,7 +287,7 @@ class Pipeline:
         if hasattr(parameter, "placements") and gradient.placements != parameter.placements:
             # Of an embedding whose rows are split, DTensor gives a partial gradient.
             parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-        dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient, group=group)
+        dist.all_reduce(local_part(gradient), group=group)
 
     def flush(self) -> None:
         """Wait until the neighbours have received all messages."""

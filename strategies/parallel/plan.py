@@ -32,7 +32,7 @@ from trainer.model.full_parameters import ParameterSlot, slots_of
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
 from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.parallel.one_reader import differences_among
+from trainer.strategies.parallel.one_reader import differences_among, local_part
 from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
@@ -376,5 +376,5 @@ class _PlainLosses(TorchFunctionMode):
         simple = not args and options.get("weight") is None and not options.get("label_smoothing")
         if isinstance(input, DTensor) and not (simple and target.dim() < input.dim()):
             input = input.full_tensor()
-        result: torch.Tensor = cross_entropy(input, target, *args, **options)
-        return result.to_local() if isinstance(result, DTensor) else result
+        loss: torch.Tensor = local_part(cross_entropy(input, target, *args, **options))
+        return loss

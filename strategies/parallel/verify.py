@@ -23,7 +23,7 @@ from trainer.model.blocks import class_of, without_caches
 from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.parallel.one_reader import digest, is_dtensor
+from trainer.strategies.parallel.one_reader import digest, is_dtensor, local_part
 from trainer.strategies.swapped_parameters import gathering_hooks, without_hooks
 from trainer.strategy import eval_mode
 
@@ -238,7 +238,7 @@ def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.to_local() if is_dtensor(tensor) else tensor
+    own: torch.Tensor = local_part(tensor)
     return torch.view_as_real(own) if own.is_complex() else own
 
 
