@@ -41,7 +41,7 @@ class ContextParallel:
         here: the names of those that this process computes; others are on other stages of a pipeline.
         group: the processes of one sequence.
         exchange: how attention reaches the tokens of the others.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ContextParallel:
         here: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         exchange: AttentionExchange,
-        verify: bool,
+        verification: Verification,
     ) -> None:
         self.group, self.parts, self.part = group, dist.get_world_size(group), dist.get_rank(group)
         self.batch = self.length = 0
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
         """The forwards for full sequences."""
-        self.verification = Verification("context_parallel", verify)
+        self._verification = verification
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
@@ -138,7 +138,7 @@ class ContextParallel:
                 self._measure_hidden(own)
             own = Cut.apply(own, 1, self.group)
         self._is_split = True
-        if self.verification.is_due(name, block, args, kwargs):
+        if self._verification.is_due("context_parallel", name, block, args, kwargs):
             self._verify(name, block, own, args, kwargs)
         own_args, own_kwargs = self._parts_of(name, args, kwargs)
         return (own, *own_args), own_kwargs

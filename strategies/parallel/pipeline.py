@@ -62,7 +62,7 @@ class Pipeline:
         blocks: by name, in the order of their calls.
         forwards, backwards: two process groups of the stages of one model, one for each direction.
         shared: returns the group of some of the stages; None for stages without this one.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pipeline:
         forwards: dist.ProcessGroup,
         backwards: dist.ProcessGroup,
         shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
-        verify: bool,
+        verification: Verification,
     ) -> None:
         self.module = module
         self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
@@ -91,7 +91,7 @@ class Pipeline:
         }
         """The stage of each buffer of a block, where it may change."""
         self.connect(forwards, backwards, shared)
-        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verify)
+        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verification)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(blocks)
@@ -124,11 +124,6 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this stage has the last block, and the loss."""
         return self.stage == self.stages - 1
-
-    @property
-    def verification(self) -> Verification:
-        """The checks of what the blocks leave."""
-        return self._checks.verification
 
     @property
     def has_messages(self) -> bool:

@@ -45,7 +45,7 @@ class PlanCheck:
         module: before its layers are split.
         styles: the styles of its layers by name.
         group: the processes among which layers are split.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class PlanCheck:
         module: nn.Module,
         styles: Mapping[str, ParallelStyle],
         group: dist.ProcessGroup,
-        verify: bool = True,
+        verification: Verification,
     ) -> None:
         self._module, self._group, self._styles = module, group, styles
-        self.verification = Verification("tensor_parallel", verify)
+        self._verification = verification
         self._hooks = {name: _hooks_of(module.get_submodule(name)) for name in styles}
         """The hooks of each layer without those that split it."""
 
@@ -104,7 +104,7 @@ class PlanCheck:
             names: of its layers that are split.
             split: the block takes and returns this process's part of sequences, which full layers have full.
         """
-        if not self.verification.is_due(name, block, args, kwargs):
+        if not self._verification.is_due("tensor_parallel", name, block, args, kwargs):
             return
         layers = [self._module.get_submodule(layer) for layer in names]
         hooks = [table for layer in names for table in self._hooks[layer]]

@@ -76,7 +76,7 @@ class SplitModel:
         self.description = ""
         self._context: ContextParallel | None = None
         self._plan_check: PlanCheck | None = None
-        self._verifications: list[Verification] = []
+        self._verification = Verification(verify)
         self._processes = processes
         self._start()
         if layout:
@@ -91,16 +91,15 @@ class SplitModel:
         if layout.pipeline > 1:
             refuse_repeated_blocks(self.module, self.blocks)
             groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
-            self.pipeline = Pipeline(self.module, self.blocks, *groups, self.verify)
+            self.pipeline = Pipeline(self.module, self.blocks, *groups, self._verification)
             self.here = self.pipeline.blocks
-            self._verifications.append(self.pipeline.verification)
             lines.append(self.pipeline.describe())
         if layout.tensor * layout.expert > 1:
             lines.append(self._split_layers())
         if layout.context > 1:
             refuse_mixing_layers(self.module, self.blocks)
-            self._context = ContextParallel(self.blocks, self.here, mesh.group("context"), exchange, self.verify)
-            self._verifications.append(self._context.verification)
+            group = mesh.group("context")
+            self._context = ContextParallel(self.blocks, self.here, group, exchange, self._verification)
         if self._plan_check is not None:
             self._plan_check.watch(self.blocks, self.here)
         self.description = "; ".join(lines)
@@ -135,8 +134,7 @@ class SplitModel:
                     layout.tensor,
                     of_machine,
                 )
-            self._plan_check = PlanCheck(module, styles, self.mesh.tensor.get_group(), self.verify)
-            self._verifications.append(self._plan_check.verification)
+            self._plan_check = PlanCheck(module, styles, self.mesh.tensor.get_group(), self._verification)
             apply_plan(module, self.mesh.tensor, styles)
             self._splits_losses = needs_loss_parallel(styles)
         self.experts = {name: one for name, one in experts.items() if is_here(one)}
@@ -200,8 +198,8 @@ class SplitModel:
         training = step == "training_step" and torch.is_grad_enabled()
         if training:
             self._common_loss.begin()
-            for one in self._verifications if self._common_loss.verifies else ():
-                one.restart()
+            if self._common_loss.verifies:
+                self._verification.restart()
         values = self._stage_values if training else None
         with self._uncompiled_once(step), NULL_CONTEXT if values is None else values.step():
             if self.layout.processes > 1 and args[1:2] == (0,):

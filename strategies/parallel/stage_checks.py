@@ -35,7 +35,7 @@ class StageChecks:
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
         shared: objects that several blocks know.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class StageChecks:
         stage: int,
         elsewhere: set[str],
         blocks: Iterable[str],
-        shared: Iterable[Any] = (),
-        verify: bool = True,
+        shared: Iterable[Any],
+        verification: Verification,
     ) -> None:
         self._module, self._stage, self._elsewhere, self._shared = module, stage, elsewhere, [*shared]
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
         """Names of those that are outside of the blocks."""
-        self.verification = Verification("pipeline_parallel", verify)
+        self._verification = verification
         self._has_computed = self._has_trained = False
         """True after the first forward, and the first of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
@@ -81,7 +81,7 @@ class StageChecks:
             ConfigError: others could compute from what it leaves: a tensor with a gradient, or values in objects that
                 several blocks can read.
         """
-        if not self.verification.is_due(name, block, args, kwargs):
+        if not self._verification.is_due("pipeline_parallel", name, block, args, kwargs):
             return
         inputs: Inputs = without_caches(args), without_caches(kwargs)
         with rehearsal(block, inputs, in_float32=False):

@@ -43,34 +43,34 @@ Results = dict[str, torch.Tensor]
 
 
 class Verification:
-    """Calls a comparison of a block with the block in full, in the first call of each kind.
+    """Decides which calls of the blocks of a model are verified: the first of each kind.
 
     Calls are of one kind if they agree in the mode of the block and in the flags, texts and types among its arguments.
 
     Args:
-        option: the option that divides the block, for messages.
-        enabled: False: it compares nothing.
+        enabled: False: no call is verified.
     """
 
-    def __init__(self, option: str, enabled: bool = True) -> None:
-        self._option, self._enabled = option, enabled
-        self._verified = set[tuple[Any, ...]]()
+    def __init__(self, enabled: bool) -> None:
+        self._enabled, self._verified = enabled, set[tuple[Any, ...]]()
 
-    def is_due(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is the first of its kind.
+    def is_due(
+        self, option: str, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a call is the first of its kind under an option that divides the model.
 
         Raises:
             ConfigError: torch.utils.checkpoint makes the call. Its backward would repeat the call without the context
                 of the forward.
         """
         plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
-        kind = name, block.training, *plain
+        kind = option, name, block.training, *plain
         if not self._enabled or torch.compiler.is_compiling() or kind in self._verified:
             return False
         self._verified.add(kind)
         if any(frame.f_code is _CHECKPOINT for frame, _ in traceback.walk_stack(None)):
             raise ConfigError(
-                f"{self._option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose "
+                f"{option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose "
                 'backward would call it out of turn. Call the block, and give Trainer(activation_checkpointing="auto").'
             )
         return True

@@ -40,7 +40,7 @@ from trainer.strategies.parallel.plan import find_plan, resolve_plan
 from trainer.strategies.parallel.plan_check import PlanCheck
 from trainer.strategies.parallel.refusals import refuse_collecting
 from trainer.strategies.parallel.stage_checks import StageChecks
-from trainer.strategies.parallel.verify import difference_of
+from trainer.strategies.parallel.verify import Verification, difference_of
 from trainer.strategy import StepOptions
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -1164,7 +1164,7 @@ def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> N
 def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
-    PlanCheck(module, styles, None).watch({}, {})  # type: ignore[arg-type]
+    PlanCheck(module, styles, None, Verification(True)).watch({}, {})  # type: ignore[arg-type]
     assert "nothing compares what is computed between up and the next layer" in caplog.text
 
 
@@ -1278,7 +1278,7 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
 
 
 def test_outputs_of_earlier_stages_stay_nan() -> None:
-    first, hidden = StageChecks(nn.Linear(1, 1), 1, set(), []), torch.ones(2)
+    first, hidden = StageChecks(nn.Linear(1, 1), 1, set(), [], [], Verification(True)), torch.ones(2)
     assert first.pass_by(hidden).isnan().all()
     first.end_forward(None, is_loss=False)
     assert first.pass_by(hidden).isnan().all()
