@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
+from trainer.strategies.fsdp.mesh import ParallelMesh
 from trainer.strategies.parallel.context import split_hidden
 from trainer.strategies.parallel.messages import Neighbour
 from trainer.strategies.parallel.one_reader import local_part
@@ -60,8 +61,7 @@ class Pipeline:
     Args:
         module: changed in place, for good.
         blocks: by name, in the order of their calls.
-        forwards, backwards: two process groups of the stages of one model, one for each direction.
-        shared: returns the group of some of the stages; None for stages without this one.
+        mesh: of the run, with two groups of the stages of one model, one for each direction.
         verification: of the model.
     """
 
@@ -69,13 +69,11 @@ class Pipeline:
         self,
         module: nn.Module,
         blocks: dict[str, nn.Module],
-        forwards: dist.ProcessGroup,
-        backwards: dist.ProcessGroup,
-        shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
+        mesh: ParallelMesh,
         verification: Verification,
     ) -> None:
         self.module = module
-        self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
+        self.stage, self.stages = mesh.position("stage"), mesh.layout.pipeline
         self.stage_of_block = split_blocks(module, blocks, self.stages)
         self.blocks = {name: block for name, block in blocks.items() if self.stage_of_block[name] == self.stage}
         needed = stages_of_parameters(module, blocks, self.stage_of_block, self.stages)
@@ -90,24 +88,20 @@ class Pipeline:
             for inner, _ in block.named_buffers()
         }
         """The stage of each buffer of a block, where it may change."""
-        self.connect(forwards, backwards, shared)
+        self.connect(mesh)
         self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verification)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
         self._dress(blocks)
 
-    def connect(
-        self,
-        forwards: dist.ProcessGroup,
-        backwards: dist.ProcessGroup,
-        shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
-    ) -> None:
+    def connect(self, mesh: ParallelMesh) -> None:
         """Start a run with new groups, because an earlier run may have left messages pending in the old ones."""
-        self._forwards = forwards
+        forwards, backwards = mesh.group("stage"), mesh.group("stage, backwards")
         self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
         self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
         self._neighbours = [one for one in (self._next, self._before) if one is not None]
-        self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
+        several = sorted({tuple(found) for found in self.ties.values()})
+        self._groups = {stages: mesh.group_of_stages(stages) for stages in several}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
         self._gradient: Callable[[], torch.Tensor] | None = None

@@ -90,8 +90,7 @@ class SplitModel:
         lines = []
         if layout.pipeline > 1:
             refuse_repeated_blocks(self.module, self.blocks)
-            groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
-            self.pipeline = Pipeline(self.module, self.blocks, *groups, self._verification)
+            self.pipeline = Pipeline(self.module, self.blocks, mesh, self._verification)
             self.here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
         if layout.tensor * layout.expert > 1:
@@ -160,7 +159,7 @@ class SplitModel:
         self._processes = processes
         self._start()
         if self.pipeline is not None:
-            self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
+            self.pipeline.connect(mesh)
 
     def start_training(self, precision: Precision, optimizers: list[Optimizer], config: StepOptions) -> None:
         """Check the windows from here on; a window ends with `end_window`.
