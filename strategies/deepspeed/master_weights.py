@@ -430,11 +430,9 @@ def refuse_lost_changes(module: nn.Module) -> None:
 
 def weights(module: nn.Module, master_weights: MasterWeights) -> dict[str, torch.Tensor | Shard]:
     """Return weights and buffers by name, as `Strategy.module_state`: float32 master weights if there are any."""
+    found: dict[int, Any] = {}  # tied parameters have one entry under several names
     state = module.state_dict(keep_vars=True)
-    # Tied parameters have one entry under several names.
-    distinct = {id(value): value for value in state.values()}
-    found = {key: _weight(value, master_weights) for key, value in distinct.items()}
-    return {name: found[id(value)] for name, value in state.items()}
+    return {name: found.setdefault(id(value), _weight(value, master_weights)) for name, value in state.items()}
 
 
 def _weight(value: Any, master_weights: MasterWeights) -> Any:

@@ -390,7 +390,7 @@ class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
             return changed_alike(self) if compares else NULL_CONTEXT
         if not compares or has_compiled(self.module):
             return self._refusing.paused()
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
 
         def gathered(unit: nn.Module) -> dict[str, torch.Tensor]:
             own = partitioned_parameters(unit, recurse=False)
@@ -498,8 +498,12 @@ class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
             self.master_weights.refresh()
             self.master_weights.remember_weights()
 
+    @property
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
         own = self.master_weights.optimizer  # whose parameters are flat
         common = {key: value for key, value in own.state.items() if not isinstance(key, torch.Tensor)}
         more = {"common": common} if common else {}
@@ -517,7 +521,7 @@ class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
         self.master_weights.load_states(state["state"], names, state.get("dtypes", {}))

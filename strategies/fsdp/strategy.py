@@ -171,8 +171,8 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
         """torch's records of the sharded parameters."""
         self._places: dict[tuple[nn.Module, str], Any] = {}
         """These records by the modules that hold the parameter, and its names there."""
-        self._gathered_in_evaluation: GatheredStates | None = None
-        """The parameters that an evaluation inside `fit` has gathered; None: no evaluation."""
+        self._gathered_in_evaluation: GatheredStates = []
+        """The parameters that were gathered in the first batch of an evaluation inside `fit`."""
         self._gathered_at_start: GatheredStates = []
         """The parameters that were gathered when a step began; when its window began, if they stay gathered in it."""
         self._hooks: list[RemovableHandle] = []
@@ -331,7 +331,11 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
         assert self._mesh is not None
         shards = self._mesh.shards
         among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
-        refusal = DIRECT_BACKWARD if self._steps_by_hand else UNSCALED_BACKWARD if self.scaler is not None else ""
+        refusal = ""
+        if self._steps_by_hand:
+            refusal = DIRECT_BACKWARD
+        elif self.scaler is not None:
+            refusal = UNSCALED_BACKWARD
         self._gradients = Gradients(self.wrapped._get_fsdp_state(), self._units, self._groups, among, refusal)
         self._of_models[id(self.wrapped)] = self._gradients
         if self._steps_by_hand:
@@ -410,7 +414,7 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
     def _split_model(self, module: TrainModule) -> None:
         assert self._mesh is not None
         blocks, exchange = find_blocks(module, self.auto_wrap_policy), self.context_exchange
-        self._split = SplitModel(module, self.layout, self._mesh, self.processes, blocks, exchange, self.verify)
+        self._split = SplitModel(module, self._mesh, self.processes, blocks, exchange, self.verify)
 
     def _shard(self, module: TrainModule) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -571,7 +575,7 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
                     self._refuse_changes_within_step()
                     self._gradients.release()
                     self.wrapped.reshard()
-                elif self._gathered_in_evaluation is None and not torch.is_grad_enabled():
+                elif not (self._gathered_in_evaluation or torch.is_grad_enabled()):
                     self._gathered_in_evaluation = self._gathered_states()
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -652,7 +656,7 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
         self._refuse_replaced_parameters()
         if self._split.pipeline is not None:
             self._split.pipeline.flush()
-        gathered, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
+        gathered, self._gathered_in_evaluation = self._gathered_in_evaluation, []
         if changed := self._changed_since(gathered):
             raise ConfigError(
                 f"{changed} changed between the batches of an evaluation, and strategy {self.name!r} would lose the "

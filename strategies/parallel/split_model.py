@@ -19,7 +19,7 @@ from trainer.model.blocks import main_stack
 from trainer.model.pipeline_stages import bubble
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
+from trainer.strategies.fsdp.mesh import ParallelMesh
 from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
 from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.parallel.pipeline import Pipeline
@@ -45,8 +45,7 @@ class SplitModel:
 
     Args:
         module: changed in place, for good.
-        layout: how many processes hold one model, and what each of them has.
-        mesh: of the run.
+        mesh: of the run; its layout says how many processes hold one model, and what each of them has.
         processes: of the run.
         blocks: by name, in the order of their calls.
         exchange, verify: see `FSDPStrategy`.
@@ -58,14 +57,13 @@ class SplitModel:
     def __init__(
         self,
         module: TrainModule,
-        layout: ModelSplit,
         mesh: ParallelMesh,
         processes: SingleProcess,
         blocks: dict[str, nn.Module],
         exchange: AttentionExchange,
         verify: bool,
     ) -> None:
-        self.module, self.layout, self.mesh, self.verify = module, layout, mesh, verify
+        self.module, self.layout, self.mesh, self.verify = module, mesh.layout, mesh, verify
         self.blocks = self.here = blocks
         """All blocks, and the blocks of this process."""
         self.pipeline: Pipeline | None = None
@@ -79,7 +77,7 @@ class SplitModel:
         self._verification = Verification(verify)
         self._processes = processes
         self._start()
-        if layout:
+        if self.layout:
             self._split(exchange)
 
     def _split(self, exchange: AttentionExchange) -> None:
