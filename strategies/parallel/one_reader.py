@@ -194,6 +194,11 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones, which gloo can send, and any other tensor unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def differences_among(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
     differences, norms = [], []

@@ -23,7 +23,7 @@ from trainer.model.blocks import class_of, without_caches
 from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.parallel.one_reader import digest, is_dtensor, local_part
+from trainer.strategies.parallel.one_reader import as_real, digest, is_dtensor, local_part
 from trainer.strategies.swapped_parameters import gathering_hooks, without_hooks
 from trainer.strategy import eval_mode
 
@@ -193,7 +193,7 @@ def results_of(
         outputs = tensors_in(forward(*calls[-1][0], **calls[-1][1]))
         known += outputs
         found |= {f"{OUTPUT}{f' {place}' if place > 1 else ''}{call}": one for place, one in enumerate(outputs, 1)}
-        first = _numbers(outputs[0])
+        first = as_real(local_part(outputs[0]))
         weights = torch.cos(torch.arange(first.shape[-1:].numel(), device=first.device))
         total = total.to(first.device) + (first * weights).sum()
     found |= {f"{LEFT}{words}": one for words, one in tensors_left(block, calls, known).items()}
@@ -202,7 +202,7 @@ def results_of(
         gradients = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
         full = (one.full_tensor() if is_dtensor(one) else one for one in gradients)
         found |= dict(zip(leaves, full, strict=True))
-    numbers = {key: _numbers(one).detach() for key, one in found.items() if one.device.type != "meta"}
+    numbers = {key: as_real(local_part(one)).detach() for key, one in found.items() if one.device.type != "meta"}
     return {key: one.float() for key, one in numbers.items() if one.is_floating_point()}
 
 
@@ -235,11 +235,6 @@ def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
         words = place.lstrip(".")
         found |= {f"{words} ({number})" if number > 1 else words: one for number, one in enumerate(left, 1)}
     return found
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = local_part(tensor)
-    return torch.view_as_real(own) if own.is_complex() else own
 
 
 # -- a forward without consequences ------------------------------------------------------------------------------------
