@@ -266,12 +266,12 @@ class SplitModel:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def writes(self, name: str, tensor: Any = None) -> bool:
-        """Whether this process writes its part of a parameter, or of a tensor in its optimizer state."""
+    def writes(self, name: str, tensor: Any) -> bool:
+        """Whether this process writes its part of a parameter, or of a tensor in the parameter's optimizer state."""
         if self.pipeline is not None and not self.pipeline.writes(name):
             return False
         # A parameter outside of the plan has copies along the dimension "tensor".
-        return tensor is None or _is_split(tensor) or self.mesh.position("tensor") == 0
+        return _is_split(tensor) or self.mesh.position("tensor") == 0
 
     def shards(self, name: str, value: Any, known: dict[int, Shard]) -> Any:
         """Return a value that belongs to a parameter or buffer, or to no one (""), with its shards on this process."""
