@@ -73,7 +73,7 @@ class MasterWeights:
         self._seen: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """The parameters that the module computes with, each with its version and its memory after the last step."""
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
-        """In the first steps: sums of the bits of those that are full, to find changes that no version counts."""
+        """In the first steps: sums of the bits of full parameters, to find changes that no version counts."""
         self._compares = FIRST_STEPS
         self._rounded_to: dict[nn.Parameter, torch.dtype] = {}
         """The dtype of each parameter in the module's computations during the run that has ended."""
@@ -129,7 +129,7 @@ class MasterWeights:
         self.take_over_counted_changes()
 
     def take_over_counted_changes(self) -> None:
-        """Do so without looking for the others."""
+        """Give the master weights the changes that the parameters' versions count."""
         changed = [(p, data) for p, version, data in self._seen if p._version != version or not data.is_set_to(p.data)]
         if changed:
             for parameter, data in changed:

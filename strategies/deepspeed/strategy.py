@@ -149,7 +149,7 @@ class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
         self._trained: set[str] = set()
         """Names of the parameters that may lack a gradient; empty after the warning, which comes once."""
         self._used: set[str] = set()
-        """Names of those that have one in the step in progress."""
+        """Names of the parameters with a gradient in the step in progress."""
         self.master_weights: MasterWeights = NoMasterWeights(None, None)
         self.clip_norm: float | None = None
         self.own_loop = False

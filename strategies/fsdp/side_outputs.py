@@ -37,7 +37,7 @@ class SideOutputs:
         self._callers: list[Any] = []
         """The containers among the arguments of the call in progress, as the block's caller has them."""
         self._before: list[tuple[Any, dict[Any, Any]]] = []
-        """Those that the block itself has got, and what was in them."""
+        """The containers that the block itself gets, each with its content before the call."""
         self._objects: list[Any] = []
         """Other objects among the arguments."""
         self._held: set[int] = set()

@@ -50,10 +50,10 @@ class StageChecks:
         self._module, self._stage, self._elsewhere, self._shared = module, stage, elsewhere, [*shared]
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
-        """Names of those that are outside of the blocks."""
+        """Names of the parameters outside of the blocks."""
         self._verification = verification
         self._has_computed = self._has_trained = False
-        """True after the first forward, and the first of a training step."""
+        """True after the first forward, and after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
         """The outputs of blocks of earlier stages."""
         self._passed.register_hook(self._refuse_gradient)
