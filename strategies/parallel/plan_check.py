@@ -25,6 +25,7 @@ from trainer.strategies.parallel.verify import (
     Results,
     Verification,
     compare,
+    filled,
     replaced_parameters,
     results_of,
 )
@@ -170,22 +171,11 @@ def _splits_sequences(style: ParallelStyle) -> bool | None:
 def _full_layers(block: nn.Module, layers: list[nn.Module], hooks: Hooks) -> Iterator[None]:
     """Give layers of a block their full weights, and these hooks, which split nothing."""
     planned = {id(p) for layer in layers for p in layer.parameters(recurse=False) if isinstance(p, DTensor)}
-    with_plan = [(table, dict(table)) for table, _ in hooks]
 
     def full(parameter: Any) -> Any:
         if id(parameter) not in planned:
             return parameter
         return nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
 
-    _fill(hooks)
-    try:
-        with replaced_parameters(block, full):
-            yield
-    finally:
-        _fill(with_plan)
-
-
-def _fill(hooks: Hooks) -> None:
-    for table, wanted in hooks:
-        table.clear()
-        table.update(wanted)
+    with filled(hooks), replaced_parameters(block, full):
+        yield

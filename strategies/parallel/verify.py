@@ -6,8 +6,8 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -369,14 +369,26 @@ def _other_weight(parameter: nn.Parameter, in_float32: bool) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-@contextmanager
-def replaced_parameters(block: nn.Module, choose: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+def replaced_parameters(
+    block: nn.Module, choose: Callable[[nn.Parameter], nn.Parameter]
+) -> AbstractContextManager[None]:
     """Give a block the parameters that `choose` returns for its own, for a while."""
-    tables = [(owner._parameters, dict(owner._parameters)) for owner in block.modules()]
-    for table, own in tables:
-        table.update({name: choose(parameter) for name, parameter in own.items() if parameter is not None})
+    tables = [owner._parameters for owner in block.modules()]
+    return filled([(table, {name: None if p is None else choose(p) for name, p in table.items()}) for table in tables])
+
+
+@contextmanager
+def filled(contents: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> Iterator[None]:
+    """Give dicts other contents, for a while."""
+    before = [(table, dict(table)) for table, _ in contents]
+    _fill(contents)
     try:
         yield
     finally:
-        for table, own in tables:
-            table.update(own)
+        _fill(before)
+
+
+def _fill(contents: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
+    for table, wanted in contents:
+        table.clear()
+        table.update(wanted)
