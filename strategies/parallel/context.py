@@ -205,7 +205,8 @@ class ContextParallel:
                 return Shared.apply(leaf, self.group) if leaf.requires_grad else leaf
             return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
 
-        return map_leaves(args, part_of), map_leaves(kwargs, part_of)
+        own_args, own_kwargs = map_leaves((args, kwargs), part_of)
+        return own_args, own_kwargs
 
     def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """Return the best and the second best guess of the dimension of tokens; None for masks and others.
@@ -256,14 +257,14 @@ class ContextParallel:
             )
 
         def in_full(inputs: Inputs) -> Results:
-            return results_of(block, inputs, self._unsplit[name])
+            return results_of(block, inputs, self._unsplit[name], {})
 
         def in_parts(guess: int, inputs: Inputs) -> Results:
             def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 own_args, own_kwargs = self._parts_of(name, args, kwargs, guess)
                 return self._join(name, block.forward(Cut.apply(hidden, 1, self.group), *own_args, **own_kwargs))
 
-            return results_of(block, inputs, forward)
+            return results_of(block, inputs, forward, {})
 
         differences = []
         for guess in (0, 1):

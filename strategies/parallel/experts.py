@@ -161,7 +161,7 @@ class _SplitExperts:
 
         def run(forward: Callable[..., torch.Tensor], inputs: Inputs) -> Results:
             with self._local_parameters():
-                return results_of(self._experts, inputs, forward)
+                return results_of(self._experts, inputs, forward, {})
 
         name = class_of(self._experts).__name__
         inputs: Inputs = (hidden, weights), {}

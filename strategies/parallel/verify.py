@@ -165,7 +165,7 @@ def results_of(
     block: nn.Module,
     inputs: Inputs,
     forward: Callable[..., Any],
-    parameters: Mapping[str, nn.Parameter] | None = None,
+    parameters: Mapping[str, nn.Parameter],
     of_arguments: bool = True,
 ) -> Results:
     """Call a block twice; return its outputs, the buffers and tensors with a gradient that it leaves, and gradients.
@@ -178,8 +178,8 @@ def results_of(
         parameters: parameters by name whose gradients are wanted.
         of_arguments: return the gradients of arguments, too.
     """
-    leaf_args, leaf_kwargs, of_inputs = _with_leaves(inputs, of_arguments)
-    leaves = {**{f"{GRADIENT}{name}": p for name, p in (parameters or {}).items()}, **of_inputs}
+    leaf_inputs, of_inputs = _with_leaves(inputs, of_arguments)
+    leaves = {**{f"{GRADIENT}{name}": p for name, p in parameters.items()}, **of_inputs}
     known: list[Any] = []
 
     def as_copy(one: Any) -> Any:
@@ -189,8 +189,9 @@ def results_of(
     found: Results = {}
     calls, total = list[Inputs](), torch.zeros((), device="cpu")
     for call in ("", " in a second call"):
-        calls.append((map_leaves(leaf_args, as_copy), map_leaves(leaf_kwargs, as_copy)))
-        outputs = tensors_in(forward(*calls[-1][0], **calls[-1][1]))
+        args, kwargs = map_leaves(leaf_inputs, as_copy)
+        calls.append((args, kwargs))
+        outputs = tensors_in(forward(*args, **kwargs))
         known += outputs
         found |= {f"{OUTPUT}{f' {place}' if place > 1 else ''}{call}": one for place, one in enumerate(outputs, 1)}
         first = as_real(local_part(outputs[0]))
@@ -206,7 +207,7 @@ def results_of(
     return {key: one.float() for key, one in numbers.items() if one.is_floating_point()}
 
 
-def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Results]:
+def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Inputs, Results]:
     """Return copies of the arguments of a block, and the first one and the ones that require gradients as leaves."""
     number, leaves = 0, dict[str, torch.Tensor]()
 
@@ -218,7 +219,7 @@ def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Result
             leaves[f"{IN_ARGUMENT}{number}"] = leaf.requires_grad_()
         return leaf
 
-    return map_tensors(inputs[0], as_leaf), map_tensors(inputs[1], as_leaf), leaves
+    return map_tensors(inputs, as_leaf), leaves
 
 
 def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
