@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
+from trainer.model.reachable import tensors_in
 
 BACKWARD = "backward"
 _MOST_ORDERS = 8
@@ -35,7 +35,7 @@ class CallOrder:
             the first pass, which is compared when it has ended.
     """
 
-    def __init__(self, processes: SingleProcess, strategy: str, what: str, first: Sequence[str] | None = None) -> None:
+    def __init__(self, processes: SingleProcess, strategy: str, what: str, first: list[str] | None = None) -> None:
         self._processes, self._strategy, self._what, self._first = processes, strategy, what, first
         self._agreed: dict[str, list[list[str]]] = {}
         """By pass, the last orders that all processes had, the newest first."""
@@ -48,7 +48,11 @@ class CallOrder:
     def of(self, name: str) -> Iterator[None]:
         """Compare the calls within the block, a pass, with the calls of the previous pass of this name."""
         agreed = self._agreed.setdefault(name, [])
-        self._pass, self._calls, self._expected = name, [], agreed[0] if agreed else self._order_at_first(name)
+        self._pass, self._calls, self._expected = name, [], self._first
+        if agreed:
+            self._expected = agreed[0]
+        elif self._first is not None and name == BACKWARD:
+            self._expected = self._first[::-1]
         try:
             yield
             self._end()
@@ -107,12 +111,9 @@ class CallOrder:
         """Have the gradient of an output be a call."""
         if torch.compiler.is_compiling() or self._pass in ("", BACKWARD) or not torch.is_grad_enabled():
             return
-        tensor = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        tensor = next((one for one in tensors_in(output) if one.requires_grad), None)
         if tensor is not None:
             tensor.register_hook(lambda gradient: self.call(name))
-
-    def _order_at_first(self, name: str) -> list[str] | None:
-        return None if self._first is None else [*self._first][:: -1 if name == BACKWARD else 1]
 
     def _order_with(self, name: str, expected: list[str]) -> list[str]:
         """Return the order that is expected after a call that comes in another one: an earlier one, or the nearest."""

@@ -19,7 +19,7 @@ from trainer.module import TrainModule
 from trainer.precision import is_quantized
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategies.swapped_parameters import changed_alike
-from trainer.strategy import SkippedBatch, StepOptions
+from trainer.strategy import SkippedBatch, StepOptions, marks_of_gradients
 
 
 class _DDPForward(StepForward):
@@ -52,8 +52,8 @@ class DDPStrategy(DistributedStrategy):
         comm_hook_state: the state given to a `comm_hook` function.
         timeout_seconds: after which a collective that does not end raises.
 
-    With manual optimization there is no wrapper: `manual_backward` averages the gradients when it is done, so any
-    subset of parameters may be used, in any order.
+    Manual optimization works without the wrapper: `manual_backward` averages the gradients at its end, so any subset of
+    parameters may be used, in any order.
     """
 
     name: ClassVar[str] = "ddp"
@@ -118,10 +118,11 @@ class DDPStrategy(DistributedStrategy):
         named = forward.named_parameters()
         apart = {name: p for name, p in named if is_quantized(p) or (p.is_floating_point() and p.itemsize == 1)}
         self.processes.broadcast(apart.values())
-        if apart:  # torch would broadcast them as they are
+        if apart:  # torch would broadcast them without a change of dtype
             forward._ddp_params_and_buffers_to_ignore = [*apart]
         self.wrapped = DistributedDataParallel(forward, **self.options)
-        self._register_comm_hook(self.wrapped)
+        if self.comm_hook is not None:
+            self._register_comm_hook(self.wrapped)
         if self.module.overrides("backward") and self.processes.world_size > 1:
             self._run_backward = self._backward_of_module
 
@@ -133,13 +134,9 @@ class DDPStrategy(DistributedStrategy):
             "bf16_compress": default_hooks.bf16_compress_hook,
             "power_sgd": powerSGD_hook.powerSGD_hook,
         }
-        if self.comm_hook is not None:
-            state = powerSGD_hook.PowerSGDState(None) if self.comm_hook == "power_sgd" else self.comm_hook_state
-            try:
-                wrapped.register_comm_hook(state, hooks.get(self.comm_hook, self.comm_hook))
-            except (KeyError, TypeError, ValueError) as error:  # torch asks for the argument's name
-                message = f"DDPStrategy(comm_hook={self.comm_hook!r}): give a function (state, bucket) -> Future."
-                raise ConfigError(message) from error
+        hook: Any = self.comm_hook
+        state = powerSGD_hook.PowerSGDState(None) if hook == "power_sgd" else self.comm_hook_state
+        wrapped.register_comm_hook(state, hooks.get(hook, hook))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:
@@ -176,20 +173,18 @@ class DDPStrategy(DistributedStrategy):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         # Which modules a loss is of, only the gradients tell.
-        before = [(one, one._gradients()) for one in self._trained] if len(self._trained) > 1 else [(self, None)]
+        before: list[tuple[DDPStrategy, Any]] = [(self, None)]
+        if len(self._trained) > 1:
+            before = [(one, marks_of_gradients(one.module.parameters())) for one in self._trained]
         for one, _ in before:
             wrapped = one.wrapped
             if wrapped is not None and wrapped.find_unused_parameters and wrapped.require_backward_grad_sync:
                 wrapped.reducer.prepare_for_backward([loss])  # which may use fewer parameters than the outputs
                 one._prepared = True
         self._run_backward(loss)
-        for one, gradients in before:
-            if gradients is None or gradients != one._gradients():
+        for one, marks in before:
+            if marks is None or marks != marks_of_gradients(one.module.parameters()):
                 one._complete_backward()
-
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        """Return numbers that change with the gradients."""
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self.module.parameters()]
 
     def _complete_backward(self) -> None:
         """Average over the processes what torch has not; the mean of what it has averaged is the same."""
@@ -261,6 +256,6 @@ class DDPStrategy(DistributedStrategy):
         super().teardown()
 
     def __str__(self) -> str:
-        changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]
-        hook = [f"comm_hook={self.comm_hook}"] if self.comm_hook else []
-        return f"{self.name} ({', '.join(changed + hook)})"
+        options = {**self.options, "comm_hook": self.comm_hook}
+        changed = [f"{name}={value}" for name, value in options.items() if value or name == "broadcast_buffers"]
+        return f"{self.name} ({', '.join(changed)})"

@@ -105,7 +105,7 @@ def average_gradients(
     that lacks gradients has to read which ones the others have.
 
     Args:
-        sparse: those of the parameters whose gradients are sparse.
+        sparse: the parameters with sparse gradients.
     """
     if not parameters:
         return
@@ -121,7 +121,8 @@ def average_gradients(
         parameter.grad = gradient.coalesce()
         dist.all_reduce(parameter.grad)
         parameter.grad /= world_size
-    for gradients in _buckets([p.grad for p in parameters if p.grad is not None and p not in sparse]):
+    dense: list[Any] = [p.grad for p in parameters if p not in sparse]
+    for gradients in _buckets(dense):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat /= world_size
@@ -153,10 +154,10 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def check_backends(world_size: int) -> None:
-    """Check that the process group that is there already has a backend for the GPUs, and one for the CPU.
+    """Check that the existing process group has a backend for the GPUs, and one for the CPU.
 
     Raises:
-        ConfigError: it has not; a group of one process is destroyed instead, and made anew.
+        ConfigError: one is missing. A group of one process is destroyed instead, and made again.
     """
     backends = dist.get_backend_config()
     if "cuda:nccl" in backends and "cpu:gloo" in backends:

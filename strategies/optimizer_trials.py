@@ -83,7 +83,7 @@ def _trained(
     numbers that its steps have read."""
     parameters, numbers = [nn.Parameter(start.clone()) for start in starts], _NumbersRead()
     with isolated_rng():
-        torch.default_generator.manual_seed(0)  # that of a GPU would not be restored
+        torch.default_generator.manual_seed(0)  # a GPU's generator would not be restored
         fresh = optimizer_like(optimizer, parameters)
         for scale in _SCALES:
             for parameter, slope in zip(parameters, slopes, strict=True):

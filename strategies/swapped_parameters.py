@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,12 +23,6 @@ class _Swap(NamedTuple):
     slot: ParameterSlot
     kept: nn.Parameter
     full: nn.Parameter
-
-    def swap_in(self) -> None:
-        self.slot.hold(self.full)
-
-    def swap_out(self) -> None:
-        self.slot.hold(self.kept)
 
 
 class SwappedParameters:
@@ -59,7 +54,7 @@ class SwappedParameters:
         outer, outer_blocks = self._swaps, strategy._blocks
         self._swaps = [*outer, *swaps]
         for swap in swaps:
-            swap.swap_in()
+            swap.slot.hold(swap.full)
         block = Block(slots, write, keep=bool(outer))
         strategy._blocks = (*outer_blocks, block)
         try:
@@ -72,7 +67,7 @@ class SwappedParameters:
                     one.take(slots)
         finally:
             for swap in swaps:
-                swap.swap_out()
+                swap.slot.hold(swap.kept)
             self._swaps, strategy._blocks = outer, outer_blocks
 
     def _gather(self, slots: list[ParameterSlot], on_rank_zero: bool) -> list[_Swap]:
@@ -99,10 +94,21 @@ class SwappedParameters:
         distinct = {id(tensor): tensor for tensor in full.values()}
         strategy.processes.broadcast([*distinct.values(), *(b for b in module.buffers() if b.numel())])
         for swap in self._swaps:
-            swap.swap_out()
+            swap.slot.hold(swap.kept)
         strategy.load_module_state(full, hooks=False)
         for swap in self._swaps:
-            swap.swap_in()
+            swap.slot.hold(swap.full)
+
+
+class SwapsParameters(Strategy):
+    """A strategy that shards parameters, and swaps full ones in within `full_parameters`."""
+
+    _full: SwappedParameters
+
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._full.block(module, write, on_rank_zero)
 
 
 def _refuse_within_a_step(strategy: Strategy) -> None:
@@ -117,21 +123,26 @@ def _refuse_within_a_step(strategy: Strategy) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def gathering_hooks(units: Iterable[Any]) -> list[RemovableHandle]:
+    """Return the handles of FSDP2's hooks that gather and free the weights of units."""
+    states = [unit._get_fsdp_state() for unit in units]
+    return [handle for one in states for handle in (one._pre_forward_hook_handle, one._post_forward_hook_handle)]
+
+
 @contextmanager
 def without_hooks(handles: list[RemovableHandle]) -> Iterator[None]:
     """Leave out hooks of modules within the block; afterwards they are called in the same order as before."""
-    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
-    before = {key: dict(table) for key, table in tables.items()}
-    for handle in handles:
-        if (table := handle.hooks_dict_ref()) is not None:
-            table.pop(handle.id, None)
+    found = [(handle, table) for handle in handles if (table := handle.hooks_dict_ref()) is not None]
+    before = [(table, dict(table)) for _, table in found]
+    for handle, table in found:
+        table.pop(handle.id, None)
     try:
         yield
     finally:
-        for key, table in tables.items():
-            added = {number: hook for number, hook in table.items() if number not in before[key]}
+        for table, hooks in before:
+            now = dict(table)
             table.clear()
-            table.update({**before[key], **added})
+            table.update({**hooks, **now})
 
 
 @contextmanager
@@ -147,11 +158,9 @@ def changed_alike(strategy: Strategy) -> Iterator[None]:
     after = {name: checksum(parameter) for name, parameter in named.items()}
     changed = {name: int(one) for name, one in after.items() if one is not None and not same_bits(before[name], one)}
     of_all = strategy.processes.all_gather_object(changed)
-    differ = [
-        name
-        for name in dict.fromkeys(name for one in of_all for name in one)
-        if len({*(one.get(name) for one in of_all)}) > 1
-    ]
+    # Each changed parameter with its sum. A pair that is not on all processes is a difference.
+    pairs = Counter(pair for one in of_all for pair in one.items())
+    differ = dict.fromkeys(name for (name, _), times in pairs.items() if times < len(of_all))
     if differ:
         raise ConfigError(
             f"{first_of(differ)} changed within the forward of a step, on each process by its own batch, and strategy "

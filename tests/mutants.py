@@ -165,9 +165,9 @@ MUTANTS = (
     ),
     Mutant(
         "strategies/deepspeed/config.py::CompletedConfig.__init__",
-        'optimizer, scheduler = self.config.pop("optimizer", None), self.config.pop("scheduler", None)',
+        'self._check_schedule(self.config.pop("scheduler", None))',
         "pass",
-        "tests/strategies/test_deepspeed_config.py::test_no_json_is_a_configuration_too",
+        "tests/strategies/test_deepspeed_config.py::test_a_schedule_that_would_have_no_effect_is_reported",
     ),
     Mutant(
         "trainer/checkpoint/pretrained.py::weights_for",

@@ -229,6 +229,11 @@ def format_ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 
 
+def problems_found(*checks: tuple[object, str]) -> list[str]:
+    """Return the sentences of the checks that have found something."""
+    return [sentence for found, sentence in checks if found]
+
+
 def raise_problems(problems: list[str], subject: str, cause: Exception | None = None) -> None:
     """Raise one `ConfigError` that lists every problem, from its `cause`; do nothing when there is none."""
     if len(problems) == 1:

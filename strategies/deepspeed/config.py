@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
-from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems, shown
+from trainer.errors import ConfigError, raise_problems, shown
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import AUTO, key_problems, without_auto
 
@@ -55,7 +55,7 @@ class AgreedSettings:
     optimizer: Optimizer | None = None
     schedulers: Sequence[object] | None = None
     hidden_size: int | None = None
-    """Width of the model, from which the sizes of buckets follow; see `hidden_size_of`."""
+    """Width of the model, which determines the sizes of buckets; see `hidden_size_of`."""
 
 
 def read_config(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def config_problems(config: Mapping[str, Any], settings: AgreedSettings) -> list
     return key_problems(config) or CompletedConfig(config, settings).problems
 
 
-def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> CompletedConfig:
+def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> dict[str, Any]:
     """Return the complete configuration as DeepSpeed gets it, without any `"auto"`.
 
     Values that the settings leave open are DeepSpeed's defaults. The sections "optimizer" and "scheduler" are left
@@ -112,18 +112,16 @@ def resolve_config(config: Mapping[str, Any], settings: AgreedSettings) -> Compl
     Raises:
         ConfigError: everything wrong in one message.
     """
-    raise_problems(key_problems(config), "the DeepSpeed configuration")
-    completed = CompletedConfig(config, settings)
-    raise_problems(completed.problems, "the DeepSpeed configuration")
-    return completed
+    raise_problems(config_problems(config, settings), "the DeepSpeed configuration")
+    return CompletedConfig(config, settings).config
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path; the default if there is no value, or "auto"."""
+    """Return the value at a dotted path; the default if it is missing, or "auto"."""
     part: Any = config
     for name in path.split("."):
         part = part.get(name) if isinstance(part, dict) else None
-    return default if part is None or part == AUTO else part
+    return default if part in (None, AUTO) else part
 
 
 class CompletedConfig:
@@ -132,14 +130,9 @@ class CompletedConfig:
     def __init__(self, config: Mapping[str, Any], settings: AgreedSettings) -> None:
         self.config: dict[str, Any] = copy.deepcopy(dict(config))
         self.settings = settings
-        self.notes: list[str] = []
-        """Remarks for the user, one sentence each."""
-        optimizer, scheduler = self.config.pop("optimizer", None), self.config.pop("scheduler", None)
-        self.problems = scheduler_problems(scheduler, settings.schedulers)
-        self._check_optimizer(optimizer)
-        norm = self._value("gradient_clipping")
-        if norm and settings.clip_norm is None:
-            self.notes.append(f"gradients are clipped by the norm {norm}, as the DeepSpeed configuration says")
+        self.problems: list[str] = []
+        self._check_optimizer(self.config.pop("optimizer", None))
+        self._check_schedule(self.config.pop("scheduler", None))
         for path, value, source in self._trainers_values():
             self._reconcile(path, value, source)
         self._check_nvme_paths()
@@ -217,18 +210,18 @@ class CompletedConfig:
             self._reconcile("train_batch_size", product, factors)
 
     def _fill_buckets(self) -> None:
-        """Set bucket sizes as accelerate and transformers do (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
+        """Set bucket sizes as accelerate and transformers do (accelerate 1.15, accelerator.py, _prepare_deepspeed).
+
+        Without a width DeepSpeed's defaults hold.
+        """
         zero, width = self.config.get("zero_optimization", {}), self.settings.hidden_size or 0
         sizes = {
             "reduce_bucket_size": width * width,
             "stage3_prefetch_bucket_size": int(0.9 * width * width),
             "stage3_param_persistence_threshold": 10 * width,
         }
-        autos = [name for name in sizes if zero.get(name) == AUTO]
         if width:
-            zero.update({name: sizes[name] for name in autos})
-        elif autos:
-            self.notes.append(f"no config of the module has a hidden_size: DeepSpeed's defaults for {first_of(autos)}")
+            zero.update({name: size for name, size in sizes.items() if zero.get(name) == AUTO})
 
     def _check_optimizer(self, section: Any) -> None:
         """Compare the section "optimizer" with the module's optimizer, which the engine gets instead."""
@@ -239,52 +232,24 @@ class CompletedConfig:
         if not _is_of_type(kind, given):
             self._contradiction(f"optimizer.type={given!r}", f"configure_optimizers returned a {kind}")
             return
-        parameters = without_auto({"params": section.get("params", AUTO)}).get("params", {})
-        for name, value in parameters.items():
+        for name, value in without_auto(value_at(section, "params", {})).items():
             actual = _hyperparameters(optimizer, name)
-            if not actual:
-                self.notes.append(f"the {kind} has no {name}: without effect in the section 'optimizer'")
-            elif not any(_equal(value, one) for one in actual):
+            if actual and not any(_equal(value, one) for one in actual):
                 theirs = f"the {kind} of configure_optimizers has {actual[0]!r}"
                 self._contradiction(f"optimizer.params.{name}={value!r}", theirs)
 
-
-AUTO_ARGUMENTS = {
-    "total_num_steps": "self.trainer.estimated_stepping_batches",
-    "warmup_min_lr": "0.0",
-    "warmup_max_lr": "optimizer.defaults['lr']",
-}
-"""Values for "auto" in a call of one of DeepSpeed's schedules, whose defaults hold for the other arguments."""
-
-
-def scheduler_problems(section: Any, schedulers: Sequence[object] | None) -> list[str]:
-    """Return what in the section "scheduler" contradicts the module's schedule, which is the only one that is stepped.
-
-    A section contradicts nothing when all its values are "auto" and there is a schedule, or when the schedule is
-    DeepSpeed's own of that name with those values.
-    """
-    if not isinstance(section, dict) or schedulers is None:
-        return []
-    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-
-    kind, given = section.get("type"), section.get("params", {})
-    if kind not in VALID_LR_SCHEDULES:
-        return [f"scheduler.type={kind!r} is not a schedule of DeepSpeed.{did_you_mean(str(kind), VALID_LR_SCHEDULES)}"]
-    values = without_auto(given)
-    same = [one for one in schedulers if type(one).__name__ == kind and _made_with(one, values)]
-    if same or (schedulers and not values):
-        return []
-    known = {name: AUTO_ARGUMENTS[name] for name in given if name in AUTO_ARGUMENTS}
-    known |= {name: repr(value) for name, value in values.items()}
-    arguments = ", ".join(["optimizer", *(f"{name}={source}" for name, source in known.items())])
-    return [
-        f"the DeepSpeed configuration asks for the schedule {kind}, but configure_optimizers returned "
-        f"{first_of(type(one).__name__ for one in schedulers) or 'no schedule'}, and "
-        f"the trainer steps the module's. Return it there: from deepspeed.runtime.lr_schedules import {kind}; "
-        f"schedule = {kind}({arguments}); "
-        'return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}. '
-        "Or remove the section 'scheduler'."
-    ]
+    def _check_schedule(self, section: Any) -> None:
+        """Report a section "scheduler" with values, or without a schedule of the module, which is used instead."""
+        schedulers = self.settings.schedulers
+        if not isinstance(section, dict) or schedulers is None:
+            return
+        if without_auto(value_at(section, "params", {})) or not schedulers:
+            kind = section.get("type")
+            self.problems.append(
+                f"the DeepSpeed configuration asks for the schedule {kind}, but the trainer steps only those that "
+                f"configure_optimizers returned. Return it there (from deepspeed.runtime.lr_schedules import {kind}), "
+                "and remove the section 'scheduler', or write \"auto\" for its values."
+            )
 
 
 def _is_of_type(kind: str, given: str) -> bool:
@@ -296,16 +261,8 @@ def _is_of_type(kind: str, given: str) -> bool:
     return given in (AUTO, plain, kind.lower()) or ({plain, given} == {"adam", "adamw"} and kind != "Adam")
 
 
-def _made_with(schedule: object, values: Mapping[str, Any]) -> bool:
-    """Whether an object of DeepSpeed's schedule was made with these values, as far as it still has them."""
-    renamed = {"lr_range_test_min_lr": "min_lr", "lr_range_test_step_size": "step_size"}
-    renamed |= {"warmup_min_lr": "min_lrs", "warmup_max_lr": "max_lrs"}
-    attributes = vars(schedule)
-    return all(_equal(value, attributes.get(renamed.get(name, name), value)) for name, value in values.items())
-
-
 def _hyperparameters(optimizer: Optimizer, name: str) -> list[Any]:
-    """Return the values of a hyperparameter that an optimizer was made with: its default, and those of its groups."""
+    """Return the initial values of a hyperparameter: the optimizer's default, and one for each group."""
     # A schedule has already changed the learning rate; torch's schedulers keep the one before.
     groups = [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
     return [values[name] for values in (optimizer.defaults, *groups) if values.get(name) is not None]

@@ -16,7 +16,7 @@ READ_BY_THE_ENGINE = ("activation_checkpointing", "aio", "autotuning", "flops_pr
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 UNSUPPORTED = {
-    "pipeline": "the pipeline engine has a loop of its own",
+    "pipeline": "the pipeline engine has its own loop",
     "sequence_parallel_size": "it needs DeepSpeed's own attention and data loader",
     "autotuning": "it starts its own runs",
     "data_efficiency": "it needs DeepSpeed's own data loader",
@@ -29,8 +29,7 @@ UNSUPPORTED = {
 def known_keys() -> frozenset[str]:
     """Return the keys that the installed DeepSpeed reads at the top level.
 
-    DeepSpeed has no model for its top level and ignores other keys without a word, so its reader is given a dict that
-    records what it looks up.
+    DeepSpeed silently ignores unknown keys at the top level, so its reader gets a dict that records what it looks up.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,27 +14,26 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainer.errors import MissingPackageError
-
 RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """Collectives that DeepSpeed calls by the names they had before torch 2.13."""
 
 LEFT_IN_MODULES = (
-    *("_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "ds_external_parameters"),
-    *("ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters", "post_bwd_fn"),
-    *("pre_bwd_fn",),
+    "_external_params",
+    "_original_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
 )
 """Attributes that an engine of stage 3 leaves behind; with them the next one would call the one that is gone."""
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import the package for this kind of device, without its own messages and warnings.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
-    if find_spec("deepspeed") is None:
-        raise MissingPackageError("deepspeed", "strategy 'deepspeed'")
+    """Import the package for this kind of device, without its own messages and warnings."""
     if device_type == "cpu" or not torch.accelerator.is_available():  # a dry run for GPUs on a machine without
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():
@@ -67,7 +65,7 @@ def in_full_precision(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def low_precision(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in which the engine computes; None: float32."""
+    """Return the low-precision dtype that the engine computes with; None: float32."""
     for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if config.get(section, {}).get("enabled"):
             return dtype
@@ -79,7 +77,7 @@ def cpu_adam_of(deepspeed: Any, optimizer: Optimizer) -> Optimizer:
     made: Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
         optimizer.param_groups, adamw_mode=bool(optimizer.defaults.get("decoupled_weight_decay", True))
     )
-    # torch keeps a list of its own, of the same dicts.
+    # torch makes a new list of the same dicts.
     made.param_groups = optimizer.param_groups
     # Schedulers know the optimizer that they were made with, and warn if it has never been stepped.
     made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
@@ -87,7 +85,7 @@ def cpu_adam_of(deepspeed: Any, optimizer: Optimizer) -> Optimizer:
 
 
 class LossScale:
-    """DeepSpeed's dynamic loss scale, to be saved and restored as that of `torch.amp.GradScaler`."""
+    """DeepSpeed's dynamic loss scale, saved and restored like the scale of `torch.amp.GradScaler`."""
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
@@ -152,7 +150,7 @@ def keep_lists() -> Callable[[], None]:
 
 
 def hooks_of(engine: Any) -> list[RemovableHandle]:
-    """Return the handles of the hooks by which stage 3 gathers the parameters of submodules."""
+    """Return the handles of stage 3's hooks, which gather the parameters of submodules."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without an optimizer it is that itself
     return [*offload.forward_hooks, *offload.backward_hooks]
 
@@ -177,7 +175,7 @@ def end_engine(engine: Any, stage: int) -> None:
     Undone after stage 3, where `engine.destroy` (0.19.8) leaves it:
 
     - `module._parameters` of every submodule is a dict that gathers what is looked up; it becomes a plain one;
-    - attributes of submodules and parameters by which the next engine would call this one (`LEFT_IN_MODULES`);
+    - attributes of submodules and parameters, which would have the next engine call this one (`LEFT_IN_MODULES`);
     - the stack of running modules, a global of DeepSpeed, holds the module after an error in its forward;
     - `torch.nn.functional.linear` is DeepSpeed's own;
     - caches of methods hold the engine and the module for good.

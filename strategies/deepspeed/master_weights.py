@@ -68,15 +68,15 @@ class MasterWeights:
         """The optimizer's group of each flat tensor."""
         self.flats: list[torch.Tensor] = self._find()
         self.buffers = [flat.grad for flat in self.flats]
-        """The buffers in which gradients are summed, if these are not on the device."""
+        """The buffers that sum up gradients, if these are not on the device."""
 
         self._seen: list[tuple[nn.Parameter, int, torch.Tensor]] = []
         """The parameters that the module computes with, each with its version and its memory after the last step."""
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
-        """In the first steps: sums of the bits of those that are full, to find changes that no version counts."""
+        """In the first steps: sums of the bits of full parameters, to find changes that no version counts."""
         self._compares = FIRST_STEPS
         self._rounded_to: dict[nn.Parameter, torch.dtype] = {}
-        """The dtype in which the module computed with each parameter in the run that has ended."""
+        """The dtype of each parameter in the module's computations during the run that has ended."""
 
     def _find(self) -> list[torch.Tensor]:
         # With bf16 and gradients summed in fp32, ZeRO 1 has another class with other names for the same things.
@@ -129,7 +129,7 @@ class MasterWeights:
         self.take_over_counted_changes()
 
     def take_over_counted_changes(self) -> None:
-        """Do so without looking for the others."""
+        """Give the master weights the changes that the parameters' versions count."""
         changed = [(p, data) for p, version, data in self._seen if p._version != version or not data.is_set_to(p.data)]
         if changed:
             for parameter, data in changed:
@@ -160,7 +160,7 @@ class MasterWeights:
                 flat.grad = buffer.zero_()
 
     def finish(self) -> None:
-        """Take over the changes of the last hooks, and drop groups with which the engine could not end."""
+        """Take over the changes of the last hooks, and drop groups that the engine does not know."""
         self.take_over_counted_changes()
         self._drop_later_groups()
 
@@ -195,7 +195,7 @@ class MasterWeights:
             return Shard(self.detached_copy(piece.of(flat)), piece.shape, piece.extent)
 
     def write(self, values: Mapping[nn.Parameter, Loadable | Shard]) -> None:
-        """Set master weights from this process's shards, or from full tensors, of which only these shards are read."""
+        """Set master weights from this process's shards, or from full tensors; only these shards are read."""
         for number in range(len(self.flats)):
             pieces = {p: piece for p, piece in self.pieces_of(number).items() if p in values}
             if not pieces:
@@ -245,7 +245,7 @@ class MasterWeights:
         names: Mapping[nn.Parameter, str],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """Set the optimizer's states from those of full parameters, of which only this process's shards are read.
+        """Set the optimizer's states from full parameters' states; only this process's shards are read.
 
         `dtypes`: of the parameters, by name, when the states were saved.
 
@@ -273,7 +273,7 @@ class MasterWeights:
         if common.setdefault(key, number) != number:
             raise CheckpointError(
                 f"the checkpoint's optimizer has {key}={number:g} for {name!r}, and {common[key]:g} for others of its "
-                "group, but DeepSpeed keeps one value for a group. Give these parameters a group of their own in "
+                "group, but DeepSpeed keeps one value for a group. Give these parameters a separate group in "
                 "configure_optimizers."
             )
 
@@ -281,17 +281,12 @@ class MasterWeights:
         state, group = self.optimizer.state[self.flats[number]], self.optimizer.param_groups[self.groups[number]]
         if isinstance(state.get(key), torch.Tensor):
             state[key].fill_(value)
-        elif self.counts_in_integers:
+        elif type(self.optimizer).__module__.startswith("deepspeed."):  # whose step is a Python number
             state[key] = int(value)
         else:
             # As torch's Optimizer.load_state_dict does it.
             on_device = group.get("capturable") or group.get("fused")
             state[key] = torch.tensor(value, device=self.flats[number].device if on_device else "cpu")
-
-    @property
-    def counts_in_integers(self) -> bool:
-        """Whether the optimizer is DeepSpeed's: its step is a Python number."""
-        return type(self.optimizer).__module__.startswith("deepspeed.")
 
     def _load_entry(
         self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, dtype: torch.dtype
@@ -404,7 +399,7 @@ class NoMasterWeights(MasterWeights):
         self.zero.partition_all_parameters()
 
     def finish(self) -> None:
-        """Do nothing: there is no optimizer."""
+        """Do nothing, without an optimizer."""
 
     def release_engine(self, module: nn.Module) -> None:
         self.zero = None
@@ -435,11 +430,9 @@ def refuse_lost_changes(module: nn.Module) -> None:
 
 def weights(module: nn.Module, master_weights: MasterWeights) -> dict[str, torch.Tensor | Shard]:
     """Return weights and buffers by name, as `Strategy.module_state`: float32 master weights if there are any."""
+    found: dict[int, Any] = {}  # tied parameters have one entry under several names
     state = module.state_dict(keep_vars=True)
-    # Tied parameters have one entry under several names.
-    distinct = {id(value): value for value in state.values()}
-    found = {key: _weight(value, master_weights) for key, value in distinct.items()}
-    return {name: found[id(value)] for name, value in state.items()}
+    return {name: found.setdefault(id(value), _weight(value, master_weights)) for name, value in state.items()}
 
 
 def _weight(value: Any, master_weights: MasterWeights) -> Any:

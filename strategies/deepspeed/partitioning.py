@@ -46,12 +46,12 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor | Shard:
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 16-bit numbers in float32, and any other as it is."""
+    """Return a tensor of 16-bit numbers in float32, and any other tensor unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def load_partition(parameter: Any, value: Loadable | Shard) -> None:
-    """Set this process's slice of a partitioned parameter from that, or from a full tensor, of which it is read."""
+    """Set this process's slice of a partitioned parameter from that slice, or read the slice of a full tensor."""
     extent = partition_extent(parameter)
     with torch.no_grad():
         own = value.local if isinstance(value, Shard) else read_slice(value, extent)
@@ -59,7 +59,7 @@ def load_partition(parameter: Any, value: Loadable | Shard) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give floating parameters another dtype, partitioned ones too; but not those of double precision."""
+    """Give floating-point parameters another dtype, partitioned ones too, except for double precision."""
     tensors = [*module.parameters(), *(parameter.ds_tensor for parameter in partitioned_parameters(module))]
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype is not torch.float64:
@@ -110,5 +110,5 @@ def partition_module(
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor; of a partitioned parameter that of the full one."""
+    """Return the shape of a tensor, or the full shape of a partitioned parameter."""
     return tuple(tensor.ds_shape if is_zero3_partitioned(tensor) else tensor.shape)

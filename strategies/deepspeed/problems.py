@@ -8,7 +8,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.checkpoint.optimizer_state import extra_of
-from trainer.errors import first_of
+from trainer.errors import first_of, problems_found
 from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.optimizers import optimizers_inside, with_modes
@@ -23,7 +23,7 @@ NOT_TO_BE_TRIED = ("LBFGS", "SparseAdam")
 
 def engine_problems(name: str, stage: object, precision: Precision, device_type: str) -> list[str]:
     """Return why the engine cannot run at this stage, in this precision, on this kind of device; one sentence each."""
-    return _those_found(
+    return problems_found(
         (
             stage not in (1, 2, 3),
             f"strategy {name!r}: stage={stage!r}; allowed are 1, 2 and 3. Instead of stage 0 use 'ddp'.",
@@ -43,15 +43,10 @@ def engine_problems(name: str, stage: object, precision: Precision, device_type:
     )
 
 
-def _those_found(*checks: tuple[object, str]) -> list[str]:
-    """Return the sentences of the checks that have found something."""
-    return [sentence for found, sentence in checks if found]
-
-
 def cpu_adam_problems(offload_optimizer: object) -> list[str]:
     """Return why DeepSpeed's CPUAdam cannot be used; one sentence each."""
     missing = [program for program in ("g++", "ninja") if shutil.which(program) is None]
-    return _those_found(
+    return problems_found(
         (
             offload_optimizer not in ("cpu", "nvme"),
             "cpu_adam=True has no effect without offload_optimizer: give offload_optimizer='cpu', too.",
@@ -71,10 +66,10 @@ def module_problems(name: str, module: TrainModule, precision: Precision, device
     spectral = [path for path, layer in layers.items() if multiplies_buffers(layer)]
     in_bf16 = torch.bfloat16 in (precision.autocast, precision.weights)
     instead = "Use precision '32-true', or strategy 'fsdp' or 'ddp'."
-    return _those_found(
+    return problems_found(
         (
             not module.automatic_optimization,
-            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
+            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine makes the steps. Use automatic "
             "optimization, or strategy 'ddp' or 'fsdp'.",
         ),
         (
@@ -112,7 +107,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     frozen = [number for number, group in enumerate(groups) if not any(p.requires_grad for p in group["params"])]
     other_adam = any(group.get("amsgrad") or group.get("maximize") for group in groups)
-    return _those_found(
+    return problems_found(
         (
             kind in NOT_TO_BE_TRIED or not is_elementwise(optimizer),
             f"{kind} needs full parameters, and DeepSpeed flattens the parameters and shards the flat buffer: use an "
@@ -125,8 +120,8 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
         ),
         (
             kind == "Adagrad",
-            "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
-            "torch.optim.AdamW or RMSprop.",
+            "DeepSpeed replaces your Adagrad by a new one, which schedules do not reach: use torch.optim.AdamW or "
+            "RMSprop.",
         ),
         (
             with_modes(optimizers),
@@ -135,7 +130,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
         ),
         (
             len(optimizers_inside(optimizer)) > 1 or extra_of(optimizer.state_dict()),
-            f"{kind} keeps more than the states of its parameters (another optimizer, or entries of its own in "
+            f"{kind} keeps more than the states of its parameters (another optimizer, or further entries in "
             "state_dict), and DeepSpeed puts flat parts in place of the parameters: use strategy 'fsdp' or 'ddp'.",
         ),
         (
@@ -152,7 +147,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
 
 def step_problems(name: str, config: StepOptions) -> list[str]:
     """Return why the engine cannot make the steps: it clips by the norm, and flattens what trains at the start."""
-    return _those_found(
+    return problems_found(
         (
             config.clip_value is not None and config.clip_algorithm == "value",
             f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "

@@ -78,6 +78,7 @@ from trainer.strategies.deepspeed.problems import (
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    SwapsParameters,
     changed_alike,
     has_compiled,
     unchanged_while_gathered,
@@ -89,7 +90,7 @@ log = logging.getLogger("trainer")
 Offload = Literal[False, "cpu", "nvme"]
 
 
-class DeepSpeedStrategy(DistributedStrategy):
+class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
     """DeepSpeed's ZeRO engine under the trainer's loop.
 
     Args:
@@ -146,9 +147,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._packs_at_once = True
         """False with stage 1, which reduces the gradients when all are there, in the order of the parameters."""
         self._trained: set[str] = set()
-        """Names of the parameters that may have no gradient; empty after that was said once."""
+        """Names of the parameters that may lack a gradient; empty after the warning, which comes once."""
         self._used: set[str] = set()
-        """Names of those that have one in the step in progress."""
+        """Names of the parameters with a gradient in the step in progress."""
         self.master_weights: MasterWeights = NoMasterWeights(None, None)
         self.clip_norm: float | None = None
         self.own_loop = False
@@ -178,10 +179,11 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
                 f"Install it with: {install_command('deepspeed')}",
             ]
-        needed = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
-        needed["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
-        for option in [option for option, given in needed.items() if given and self.stage != 3]:
-            problems.append(f"{option} needs stage 3, and the stage is {self.stage}.")
+        given = {f"init_device={self.init_device!r}": self.init_device != "cpu"}
+        given["offload_parameters"] = self.offload_parameters in ("cpu", "nvme")
+        if self.stage != 3:
+            needing = [option for option, is_given in given.items() if is_given]
+            problems += [f"{option} needs stage 3, and the stage is {self.stage}." for option in needing]
         problems += override_problems(module, self.name)
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
@@ -295,22 +297,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
         settings = self._settings(self.precision, self.processes.world_size, config or StepOptions(), **known)
         completed = resolve_config(self.config, settings)
-        if config is not None and self.processes.is_global_zero:
-            for note in completed.notes:
-                log.info("deepspeed: %s", note)
-            if config.run_dir is not None:
-                write_config(completed.config, config.run_dir)
-        return completed.config
+        if config is not None and config.run_dir is not None and self.processes.is_global_zero:
+            write_config(completed, config.run_dir)
+        return completed
 
     def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
         """Start the engine, after the hooks that have to come before its own."""
         module = self.module
         layers = {name: one for name, one in module.named_modules() if [*one.parameters(recurse=False)]}
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        if self.stage == 3:
-            self._order = CallOrder(self.processes, self.name, "layer", [*layers])
-        else:
-            self._order = CallOrder(self.processes, self.name, "gradient of")
+        what, first = ("layer", [*layers]) if self.stage == 3 else ("gradient of", None)
+        self._order = CallOrder(self.processes, self.name, what, first)
         self._order.watch_gradients(trained, self._note_gradient)
         self._trained = set(trained)
         # The engine turns an autocast around it off.
@@ -393,7 +390,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return changed_alike(self) if compares else NULL_CONTEXT
         if not compares or has_compiled(self.module):
             return self._refusing.paused()
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
 
         def gathered(unit: nn.Module) -> dict[str, torch.Tensor]:
             own = partitioned_parameters(unit, recurse=False)
@@ -420,13 +417,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Do nothing, because the engine clips in its step, by the norm that it was given at the start.
 
-        With an infinite norm return that of the step before; None while a window is in progress. A step whose gradients
-        are not finite changes nothing, and has an infinite norm.
+        With an infinite norm return the norm of the step before; None while a window is in progress. A step whose
+        gradients are not finite changes nothing, and has an infinite norm.
 
-        In a loop of the user's the norm is that of the next step.
+        In a user's own loop the value is the clipping norm of the next step.
 
         Raises:
-            ConfigError: `value` or `algorithm` differs from that at the start.
+            ConfigError: `value` or `algorithm` has changed since the start.
         """
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()
@@ -473,11 +470,6 @@ class DeepSpeedStrategy(DistributedStrategy):
             "weights (load_from_checkpoint); or use strategy 'ddp' or 'fsdp'."
         )
 
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
-
     def _computing_full(self, module: nn.Module) -> AbstractContextManager[None]:
         """Have a part of the module compute with full parameters, without the engine's hooks."""
         return without_hooks(hooks_of(self.engine) if self.engine is not None and self.stage == 3 else [])
@@ -506,8 +498,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             self.master_weights.refresh()
             self.master_weights.remember_weights()
 
+    @property
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
         own = self.master_weights.optimizer  # whose parameters are flat
         common = {key: value for key, value in own.state.items() if not isinstance(key, torch.Tensor)}
         more = {"common": common} if common else {}
@@ -525,7 +521,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names = self._names
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
         self.master_weights.load_states(state["state"], names, state.get("dtypes", {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from trainer.model.gradients import norm_of
 
 
 def clip_by_norm(
-    parameters: Collection[nn.Parameter],
+    parameters: Sequence[nn.Parameter],
+    counted: Iterable[nn.Parameter],
     max_norm: float,
-    counted: Iterable[nn.Parameter] | None = None,
     stages: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`; return the norm before. Collective.
@@ -26,10 +26,10 @@ def clip_by_norm(
     An infinite `max_norm` leaves them unchanged. torch's `clip_grad_norm_` cannot add the norms of different meshes.
 
     Args:
-        counted: the parameters whose gradients count here; None: all. A weight that two stages share counts once.
+        counted: the parameters whose gradients count on this process. A weight that two stages share counts once.
         stages: the group over whose processes the squares are added; None: all parameters are here.
     """
-    squares = _squares(parameters if counted is None else counted)
+    squares = _squares(counted)
     device = next((p.grad.device for p in parameters if p.grad is not None), torch.device("cpu"))
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if stages is not None:

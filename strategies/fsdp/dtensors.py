@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as DimensionShard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -51,9 +52,8 @@ def _own_indices(tensor: DTensor, dim: int) -> np.ndarray[Any, np.dtype[np.int64
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for here, of, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-        shard: Any = placement if placement.is_shard() or isinstance(placement, _StridedShard) else None
-        if shard is not None and shard.dim % tensor.ndim == dim:
-            packed = int(shard.split_factor) if isinstance(placement, _StridedShard) else 1
+        if isinstance(placement, (DimensionShard, _StridedShard)) and placement.dim % tensor.ndim == dim:
+            packed = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
             parts = [_chunk(indices, number, packed) for number in range(packed)]
             indices = np.concatenate([_chunk(part, here, of) for part in parts])
     return indices
@@ -80,13 +80,13 @@ def shard_of(tensor: DTensor, writes: bool = True) -> Shard:
     return Shard(tensor.to_local().detach(), tuple(tensor.shape), extent)
 
 
-def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Shard] | None = None) -> Any:
+def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Shard]) -> Any:
     """Return nested data with a `Shard` for each distributed tensor; the same tensor twice is the same shard.
 
     Args:
-        writes: whether this process writes its part of a tensor, of which others may hold a copy.
+        writes: whether this process writes its part of a tensor; other processes may hold copies.
+        known: the shards so far, by the `id` of their tensors.
     """
-    known = {} if known is None else known
 
     def as_shard(tensor: torch.Tensor) -> torch.Tensor | Shard:
         if not isinstance(tensor, DTensor):
@@ -99,9 +99,9 @@ def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Sh
 
 
 def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
-    """Set a tensor from a full one, of which only this process's shard is read if the tensor is distributed.
+    """Set a tensor from a full one, or from this process's shard as `shard_of` returns it.
 
-    Or from such a shard, as `shard_of` returns it.
+    For a distributed tensor only this process's shard of the full one is read.
     """
     local: torch.Tensor
     if isinstance(value, Shard):

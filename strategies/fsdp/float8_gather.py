@@ -15,8 +15,9 @@ from trainer.strategies.fsdp.trainable import places_of
 def gather_in_float8(groups: Iterable[Sequence[Any]]) -> int:
     """Have FSDP2 gather the weights of torchao's layers with one scale for a tensor in 8 bits; return how many.
 
-    Others stay as they are: weights that tensor parallelism splits too, shards that are padded or in the CPU's memory,
-    weights that another kind of layer has too, and those that are resharded to fewer processes after the forward.
+    Other weights are gathered as before: weights that tensor parallelism splits too, shards that are padded or in the
+    CPU's memory, weights that another kind of layer has too, and weights that are resharded to fewer processes after
+    the forward.
 
     Args:
         groups: torch's records of the parameters that are gathered together.
@@ -67,9 +68,9 @@ class _Scales:
 class _Weight:
     """A weight in 8 bits while it is sent: FSDP2 finds `before` and `after` as attributes of this process's shard.
 
-    The shard stays a plain tensor, for optimizers and checkpoints. What is sent are the 8 bits that the layer itself
-    would make of the weight in bfloat16, and what is handed out is a weight in bfloat16 of which the layer makes the
-    same bits again: so a step has the same numbers as if the weight was gathered in bfloat16.
+    The shard stays a plain tensor, for optimizers and checkpoints. The processes send the 8 bits that the layer itself
+    would make of the weight in bfloat16, and get a bfloat16 weight that the layer quantizes to the same 8 bits. So a
+    step has the same numbers as with a weight that is gathered in bfloat16.
     """
 
     def __init__(self, scales: _Scales, number: int, record: Any) -> None:
@@ -83,7 +84,7 @@ class _Weight:
         record._init_extensions()
 
     def __deepcopy__(self, memo: object) -> _Weight:
-        return self  # a copy of a shard has no units of its own
+        return self  # a copy of a shard is in no unit
 
     def rounded(self) -> torch.Tensor:
         """Return the shard in the dtype that layers compute with."""

@@ -32,8 +32,8 @@ class Gradients:
     Here a process packs zeros for what it lacks; a gradient that no process has stays None, as in a loop on one
     process. Which ones these are is exchanged on the CPU, and only a process that lacks gradients waits for the answer.
 
-    FSDP2 also takes each backward for the end of a step, in which it reduces gradients and frees the weights. Only a
-    backward within `of_step` is one; `torch.autograd.grad` of user code leaves what the step goes on with.
+    FSDP2 also takes each backward for the end of a step, and reduces gradients and frees the weights. Here only a
+    backward within `of_step` ends one; `torch.autograd.grad` of user code leaves what the rest of the step needs.
 
     Args:
         root: torch's state of the module.
@@ -47,20 +47,20 @@ class Gradients:
         self, root: Any, units: Sequence[Any], groups: Sequence[Any], processes: Sequence[Any], refusal: str = ""
     ) -> None:
         self._refusal = refusal
-        self._waiting: dict[int, tuple[torch.Tensor, int]] = {}
-        """The full gradients that waited at the end of the last backward of a step, with their versions."""
+        self._waiting: dict[Any, tuple[torch.Tensor, int]] = {}
+        """By record, the full gradients that waited at the end of the last backward of a step, with their versions."""
         self._root, self._groups, self._processes = root, groups, processes
         self._records = [record for group in groups for record in group.fsdp_params]
-        self._numbers = {id(record): number for number, record in enumerate(self._records)}
+        self._numbers = {record: number for number, record in enumerate(self._records)}
         self.kept: Sequence[Any] = ()
         """Groups whose weights stay gathered after a backward, because the step may use them again."""
         self._runs = self._reached = False
         self._held: list[tuple[Any, Any]] = []
         """Groups that keep their weights gathered, each with the mesh on which these are sharded after a forward."""
-        self._due: set[int] = set()
-        """The `id` of the records whose parameter required a gradient in a backward since the last reduction."""
-        self._found: set[int] = set()
-        """Those whose gradient this process has reduced in the backward in progress; without those in `_lacking`."""
+        self._due: set[Any] = set()
+        """The records whose parameter required a gradient in a backward since the last reduction."""
+        self._found: set[Any] = set()
+        """The records whose gradient this process has reduced in the backward in progress; not those in `_lacking`."""
         self._lacking: list[Any] = []
         """The records for which this process has reduced zeros."""
         self._present = torch.zeros(0)
@@ -84,19 +84,19 @@ class Gradients:
         together = [self, *(one for one in models if one is not self)]
         for one in together:
             adopt_flags(one._records)
-            one._due.update(id(r) for r in one._records if was_gathered(r) and r._unsharded_param.requires_grad)
+            one._due.update(r for r in one._records if was_gathered(r) and r._unsharded_param.requires_grad)
             one._runs, one._reached = True, one is self
         try:
             yield
-            for one in together:
-                if one._reached:
-                    one._reduce_the_rest()
+            reached = [one for one in together if one._reached]
+            for one in reached:
+                one._reduce_the_rest()
         finally:
             for one in together:
                 one._runs = False
+        for one in reached:
+            type(one._root)._root_post_backward_final_callback(one._root)
         for one in together:
-            if one._reached:
-                type(one._root)._root_post_backward_final_callback(one._root)
             if one._refusal:
                 one._waiting = one._full_gradients()
 
@@ -127,16 +127,16 @@ class Gradients:
 
     def _drop(self, records: Sequence[Any]) -> None:
         """Drop full gradients."""
-        self._due.difference_update(map(id, records))
+        self._due.difference_update(records)
         for record in records:
             record.unsharded_accumulated_grad = None
             if was_gathered(record) and own_gradient(record) is not None:
                 record._unsharded_param.grad = None
 
-    def _full_gradients(self) -> dict[int, tuple[torch.Tensor, int]]:
+    def _full_gradients(self) -> dict[Any, tuple[torch.Tensor, int]]:
         """Return the gradients that wait at gathered parameters, and their versions, by record."""
-        full = ((id(record), own_gradient(record)) for record in self._records if was_gathered(record))
-        return {key: (gradient, gradient._version) for key, gradient in full if gradient is not None}
+        full = ((record, own_gradient(record)) for record in self._records if was_gathered(record))
+        return {record: (gradient, gradient._version) for record, gradient in full if gradient is not None}
 
     def _is_running(self) -> bool:
         return self._runs
@@ -166,8 +166,8 @@ class Gradients:
             self._reached = True
             return
         if self._refusal:
-            for key, (gradient, version) in self._full_gradients().items():
-                before, number = self._waiting.get(key, (None, 0))
+            for record, (gradient, version) in self._full_gradients().items():
+                before, number = self._waiting.get(record, (None, 0))
                 if gradient is not before or version != number:
                     raise ConfigError(self._refusal)
         gathered = [group for group in self._groups if group._training_state == TrainingState.PRE_BACKWARD]
@@ -178,16 +178,19 @@ class Gradients:
                 state._training_state = TrainingState.IDLE
         for group in gathered:
             group._training_state = TrainingState.IDLE
-            if not torch.is_grad_enabled() and not self._held:
-                group.reshard()
         self._root._comm_ctx.post_forward_order.clear()
-        if torch.is_grad_enabled() and not self._held:
-            # The backward of these gradients needs the weights before a hook of FSDP2 can gather them.
-            self._held = [(group, group.post_forward_mesh_info) for group in self._groups]
-            for group in self._groups:
-                if group.is_sharded_post_forward:
-                    group.reshard()
-                group.post_forward_mesh_info = None
+        if self._held:
+            return
+        if not torch.is_grad_enabled():
+            for group in gathered:
+                group.reshard()
+            return
+        # The backward of these gradients needs the weights before a hook of FSDP2 can gather them.
+        self._held = [(group, group.post_forward_mesh_info) for group in self._groups]
+        for group in self._groups:
+            if group.is_sharded_post_forward:
+                group.reshard()
+            group.post_forward_mesh_info = None
 
     # -- the reduction -------------------------------------------------------------------------------------------------
 
@@ -198,18 +201,17 @@ class Gradients:
             group._init_mp_dtypes()
         for record in records:
             record.accumulate_unsharded_grad_if_needed()
-        found = [(record, gradient) for record in records if (gradient := _gradient(record)) is not None]
-        present = {id(record) for record, _ in found}
-        self._found |= present
-        dtypes = [gradient.dtype for _, gradient in found]
+        found = {record: gradient for record in records if (gradient := _gradient(record)) is not None}
+        self._found |= found.keys()
+        dtypes = [gradient.dtype for gradient in found.values()]
         if len({*dtypes}) > 1:  # of a norm and another layer, or of several micro-batches and one
             dtypes = [group.mp_policy.reduce_dtype]
-            for record, gradient in found:
+            for record, gradient in found.items():
                 record.unsharded_accumulated_grad = gradient.to(dtypes[0])
                 record._unsharded_param.grad = None
-        missing = self._due - present
+        missing = self._due - found.keys()
         for record in records:
-            if id(record) in missing:
+            if record in missing:
                 full = record._unsharded_param
                 record.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtypes[0] if dtypes else full.dtype)
                 if record.sharded_param.grad is None:
@@ -226,9 +228,9 @@ class Gradients:
                 late = [*compress(self._groups, self._present[len(self._records) :])]
         for group in reversed(self._groups):
             if group._training_state != TrainingState.POST_BACKWARD or group in late:
-                due = [record for record in group.fsdp_params if id(record) in self._due]
+                due = self._due.intersection(group.fsdp_params)
                 if reduces and not any(map(self._is_somewhere, due)):
-                    self._due.difference_update(map(id, due))
+                    self._due -= due
                 self._post_backward(group)
         for record in self._lacking:
             if not self._is_somewhere(record):
@@ -241,8 +243,8 @@ class Gradients:
     def _exchange(self) -> None:
         """Begin to tell all processes which parameters have a gradient on this one."""
         self._wait()
-        self._found.update(id(record) for record in self._records if _gradient(record) is not None)
-        present = [id(record) in self._found for record in self._records]
+        self._found.update(record for record in self._records if _gradient(record) is not None)
+        present = [record in self._found for record in self._records]
         # A gradient of gradients comes after the last hook of its unit, if no output of the unit leads to it.
         late = [bool(self._held) and self._is_late(group) for group in self._groups]
         self._present = torch.tensor([*present, *late], dtype=torch.int32, device="cpu")
@@ -262,10 +264,10 @@ class Gradients:
 
     def _is_somewhere(self, record: Any) -> bool:
         """Whether a process has a gradient of a record's parameter. Waits for the others where this one has none."""
-        if id(record) in self._found:
+        if record in self._found:
             return True
         self._wait()
-        return bool(self._present[self._numbers[id(record)]])
+        return bool(self._present[self._numbers[record]])
 
 
 def _gradient(record: Any) -> torch.Tensor | None:

@@ -57,6 +57,7 @@ class ParallelMesh:
             sizes = {**sizes, "expert shard": shards // layout.expert, "expert": layout.expert}
         if layout:
             sizes = {"stage": layout.pipeline, **sizes, "tensor": layout.tensor}
+        self._sizes = sizes
         self.mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.shards = self.mesh
         """The mesh over which FSDP shards."""
@@ -82,8 +83,7 @@ class ParallelMesh:
 
     def describe(self) -> str:
         """Return text with the sizes of the dimensions."""
-        sizes = zip(self.mesh.shape, self.mesh.mesh_dim_names or (), strict=True)
-        return f"mesh: {' x '.join(f'{size} {name}' for size, name in sizes)}"
+        return f"mesh: {' x '.join(f'{size} {name}' for name, size in self._sizes.items())}"
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -100,10 +100,9 @@ class ParallelMesh:
     @property
     def expert_shards(self) -> DeviceMesh:
         """The mesh over which FSDP shards a process's experts."""
-        names = self.mesh.mesh_dim_names or ()
         if self.layout.expert == 1:
             return self.shards
-        return self.mesh[tuple(name for name in names if name in ("replicate", "expert shard"))]
+        return self.mesh[tuple(name for name in self._sizes if name in ("replicate", "expert shard"))]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the processes along "stage" (or "stage, backwards"), "readers" or "context" through this process."""
@@ -112,8 +111,10 @@ class ParallelMesh:
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of some stages of this process's model; None if this process is of none of them."""
         ranks = dist.get_process_group_ranks(self._groups["stage"])
-        if self.position("stage") not in stages or len(stages) == len(ranks):
-            return self._groups["stage"] if len(stages) == len(ranks) else None
+        if len(stages) == len(ranks):
+            return self._groups["stage"]
+        if self.position("stage") not in stages:
+            return None
         some = tuple(stages)
         if some not in self._of_stages:
             members = [ranks[stage] for stage in stages]
@@ -127,8 +128,9 @@ class ParallelMesh:
 
     def set_readers(self, processes: SingleProcess) -> None:
         """Set which processes read the same samples, and which report: the first process of the last stage."""
-        if self.layout.processes == 1 or not isinstance(processes, TorchProcessGroup):
+        if self.layout.processes == 1:
             return
+        assert isinstance(processes, TorchProcessGroup)  # of several processes
         reader_of = [0] * processes.world_size
         for reader in range(self._ranks.shape[1]):
             for rank in self._ranks[:, reader].flatten().tolist():

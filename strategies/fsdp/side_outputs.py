@@ -33,10 +33,11 @@ class SideOutputs:
     """
 
     def __init__(self, block: nn.Module) -> None:
+        self._block = block
         self._callers: list[Any] = []
         """The containers among the arguments of the call in progress, as the block's caller has them."""
         self._before: list[tuple[Any, dict[Any, Any]]] = []
-        """Those that the block itself has got, and what was in them."""
+        """The containers that the block itself gets, each with its content before the call."""
         self._objects: list[Any] = []
         """Other objects among the arguments."""
         self._held: set[int] = set()
@@ -48,11 +49,12 @@ class SideOutputs:
         block.register_forward_pre_hook(torch.compiler.disable(self._unflatten), with_kwargs=True, prepend=True)
         block.register_forward_hook(torch.compiler.disable(self._add_to_output), with_kwargs=True)
 
-    def wrap(self, block: nn.Module) -> None:
+    def wrap(self) -> None:
         """Add the hooks around FSDP2's own."""
-        block.register_forward_pre_hook(torch.compiler.disable(self._of_caller), with_kwargs=True, prepend=True)
-        block.register_forward_pre_hook(torch.compiler.disable(self._of_block), with_kwargs=True)
-        block.register_forward_hook(torch.compiler.disable(self._take_from_output))
+        block, outside = self._block, torch.compiler.disable
+        block.register_forward_pre_hook(outside(self._of_caller), with_kwargs=True, prepend=True)
+        block.register_forward_pre_hook(outside(self._of_block), with_kwargs=True)
+        block.register_forward_hook(outside(self._take_from_output))
 
     def _of_caller(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._objects = objects((args, kwargs))

@@ -24,13 +24,14 @@ from trainer.checkpoint.optimizer_state import (
     state_by_position,
 )
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.data.transfer import map_leaves
-from trainer.errors import ConfigError, raise_problems
+from trainer.data.transfer import map_tensors
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.float8.conversion import restore_odd_parts
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.unsupported import unsupported, use_contiguous_parameters
+from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision, has_statistics, multiplies_buffers
@@ -44,6 +45,8 @@ from trainer.strategies.parallel.refusals import layout_problems
 from trainer.strategies.parallel.split_model import SplitModel
 from trainer.strategies.swapped_parameters import (
     SwappedParameters,
+    SwapsParameters,
+    gathering_hooks,
     has_compiled,
     unchanged_while_gathered,
     without_hooks,
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class FSDPStrategy(DistributedStrategy):
+class FSDPStrategy(SwapsParameters, DistributedStrategy):
     """`fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on the blocks of the module.
 
     Args:
@@ -84,7 +87,7 @@ class FSDPStrategy(DistributedStrategy):
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
         accumulate_unsharded: with accumulation, keep full gradients on each process until the last micro-batch, and
             communicate once. False: reduce after every micro-batch, which needs less memory.
-        reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
+        reduce_dtype: dtype of the sums of gradients over processes, e.g. "bfloat16"; default: float32.
         init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
@@ -92,7 +95,7 @@ class FSDPStrategy(DistributedStrategy):
             of a Hugging Face model in it; see `trainer.strategies.parallel.plan.STYLES`.
         context_parallel: processes among which each sequence is split, within the blocks. Blocks mix tokens by
             `scaled_dot_product_attention` only.
-        pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
+        pipeline_parallel: stages, each with some of the blocks. Its micro-batches are the batches of a window
             (`Trainer(accumulate_grad_batches=)`).
         expert_parallel: processes among which the experts of mixtures are split, of those over which weights are
             sharded: tokens travel to the processes that have their experts. The plan names the modules of experts.
@@ -168,11 +171,11 @@ class FSDPStrategy(DistributedStrategy):
         """torch's records of the sharded parameters."""
         self._places: dict[tuple[nn.Module, str], Any] = {}
         """These records by the modules that hold the parameter, and its names there."""
-        self._gathered_in_evaluation: GatheredStates | None = None
-        """The parameters that an evaluation inside `fit` has gathered; None: no evaluation."""
+        self._gathered_in_evaluation: GatheredStates = []
+        """The parameters that were gathered in the first batch of an evaluation inside `fit`."""
         self._gathered_at_start: GatheredStates = []
         """The parameters that were gathered when a step began; when its window began, if they stay gathered in it."""
-        self._hooks: list[RemovableHandle] | None = None
+        self._hooks: list[RemovableHandle] = []
         """The hooks that gather weights, if a pipeline needs none between the first and the last micro-batch."""
 
     # -- before anything is started ------------------------------------------------------------------------------------
@@ -186,19 +189,22 @@ class FSDPStrategy(DistributedStrategy):
         module: TrainModule | None = None,
     ) -> list[str]:
         problems = super().problems(precision, device_type, num_processes, config, module)
-        if device_type == "mps":
-            problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
         readers = max(1, num_processes // self.layout.processes)
         shards = self.device_mesh[-1] if self.device_mesh else readers
         own_loop = config is not None and config.own_loop
         problems += layout_problems(self.layout, shards, num_processes, precision, module, own_loop)
         mesh, is_hybrid = self.device_mesh, self.sharding_strategy == "HYBRID_SHARD"
-        if mesh is not None and (not is_hybrid or len(mesh) != 2 or min(mesh) < 1 or math.prod(mesh) != readers):
-            problems.append(
+        return problems + problems_found(
+            (
+                device_type == "mps",
+                "strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.",
+            ),
+            (
+                mesh is not None and (not is_hybrid or math.prod(mesh) != readers),
                 f"device_mesh={mesh}: give (replicas, shards) whose product is {readers}, the number of processes that "
-                "read different samples, and sharding_strategy='HYBRID_SHARD'."
-            )
-        return problems
+                "read different samples, and sharding_strategy='HYBRID_SHARD'.",
+            ),
+        )
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
         from torch.distributed.tensor import DTensor
@@ -257,7 +263,7 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
             self._take_over(self.wrapped.applied)
-            # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
+            # An evaluation leaves gathered copies, because no backward frees them, and an optimizer would train these.
             reshard_all(self.wrapped)
             if self.precision.float8 is None:
                 self.precision.convert_module(self.wrapped)
@@ -308,15 +314,13 @@ class FSDPStrategy(DistributedStrategy):
         self._parameters = [record for group in self._groups for record in group.fsdp_params]
         self._places = {place: record for record in self._parameters for place in places_of(record)}
         share_flags(self._parameters, formers)
-        wide = {id(layer) for layer in self.module.modules() if _computes_in_own_dtype(layer)}
         for record in self._parameters:
-            if id(record._module_info.module) in wide or record.sharded_param.is_complex():
+            if _computes_in_own_dtype(record._module_info.module) or record.sharded_param.is_complex():
                 record.init_dtype_attrs = partial(_init_own_dtypes, record)
         self.wrapped.context = self._in_step
         self._make_gradients()
-        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has an order of its own
-            gathered = {id(unit) for unit in self._units}
-            blocks = {name: one for name, one in self.module.named_modules() if id(one) in gathered}
+        if self.layout.pipeline == 1 and self.processes.world_size > 1:  # a pipeline has another order
+            blocks = {name: one for name, one in self.module.named_modules() if one in self._units}
             self._order = CallOrder(self.processes, self.name, "block", [*blocks])
             self._order.watch(blocks)
 
@@ -327,7 +331,11 @@ class FSDPStrategy(DistributedStrategy):
         assert self._mesh is not None
         shards = self._mesh.shards
         among = [shards.get_group(dim) for dim in range(shards.ndim) if shards.size(dim) > 1]
-        refusal = DIRECT_BACKWARD if self._steps_by_hand else UNSCALED_BACKWARD if self.scaler is not None else ""
+        refusal = ""
+        if self._steps_by_hand:
+            refusal = DIRECT_BACKWARD
+        elif self.scaler is not None:
+            refusal = UNSCALED_BACKWARD
         self._gradients = Gradients(self.wrapped._get_fsdp_state(), self._units, self._groups, among, refusal)
         self._of_models[id(self.wrapped)] = self._gradients
         if self._steps_by_hand:
@@ -406,19 +414,17 @@ class FSDPStrategy(DistributedStrategy):
     def _split_model(self, module: TrainModule) -> None:
         assert self._mesh is not None
         blocks, exchange = find_blocks(module, self.auto_wrap_policy), self.context_exchange
-        self._split = SplitModel(module, self.layout, self._mesh, self.processes, blocks, exchange, self.verify)
+        self._split = SplitModel(module, self._mesh, self.processes, blocks, exchange, self.verify)
 
     def _shard(self, module: TrainModule) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         assert self._mesh is not None
-        options: dict[str, Any] = {"mesh": self._mesh.shards, "mp_policy": self._mixed_precision()}
-        if self._split.pipeline is not None:
-            options["ignored_params"] = self._split.pipeline.stand_ins
         # torch pins the memory by default, which needs an accelerator.
-        options["offload_policy"] = (
-            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
-        )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
+        of_other_stages = {p for p in module.parameters() if isinstance(p, AbsentParameter)}
+        options: dict[str, Any] = {"mp_policy": self._mixed_precision(), "offload_policy": offload}
+        options |= {"mesh": self._mesh.shards, "ignored_params": of_other_stages}
         reshard = self._reshards_blocks()
         blocks = exclude_tied_weights(module, self._split.here)
         tied = [name for name in self._split.here if name not in blocks]
@@ -430,14 +436,14 @@ class FSDPStrategy(DistributedStrategy):
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
-        beside = [(SideOutputs(block), block) for block in blocks.values()]
+        beside = [SideOutputs(block) for block in blocks.values()]
         # Inner ones first: a layer that is gathered apart may be within a block, or have blocks in it.
         depth = {layer: name.count(".") for name, layer in module.named_modules()}
         for unit in sorted((*apart, *experts, *blocks.values()), key=depth.__getitem__, reverse=True):
             own = {**options, "mesh": self._mesh.expert_shards} if unit in experts else options
             fully_shard(unit, reshard_after_forward=False if unit in apart else reshard, **own)
-        for one, block in beside:
-            one.wrap(block)
+        for one in beside:
+            one.wrap()
         # Parameters outside of the blocks stay gathered: their backward comes right after their forward.
         wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
@@ -515,7 +521,7 @@ class FSDPStrategy(DistributedStrategy):
         self._reuses_memory = config.reuses_memory
         # With gradients in another dtype than their sums, FSDP2 adds them up itself, after each backward.
         low = self._mixed_precision().param_dtype is not None or has_compiled(self.module)
-        self._hooks = self._gathering_hooks(self._units) if self._keeps_gathered and not low else None
+        self._hooks = gathering_hooks(self._units) if self._keeps_gathered and not low else []
         for optimizer in optimizers if self._steps_by_hand else ():
             self._gradients.clear_with(optimizer)
         return optimizers
@@ -535,7 +541,7 @@ class FSDPStrategy(DistributedStrategy):
         pipeline = self._split.pipeline
         if pipeline is None:
             return self._call_wrapped(step, args)
-        with without_hooks(self._hooks) if between and self._hooks else NULL_CONTEXT:
+        with without_hooks(self._hooks if between else []):
             call = partial(self._call_wrapped, step, args)
             outputs = pipeline.forward(call, step, self.device, self._communicates)
         if step == "training_step" and not self._gathered_at_start:
@@ -569,7 +575,7 @@ class FSDPStrategy(DistributedStrategy):
                     self._refuse_changes_within_step()
                     self._gradients.release()
                     self.wrapped.reshard()
-                elif self._gathered_in_evaluation is None and not torch.is_grad_enabled():
+                elif not (self._gathered_in_evaluation or torch.is_grad_enabled()):
                     self._gathered_in_evaluation = self._gathered_states()
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -584,11 +590,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout or self._steps_by_hand or has_compiled(self.module):
             return NULL_CONTEXT
         units = [(unit, partial(self._gathered_by, unit)) for unit in self._units]
-        return unchanged_while_gathered(units, self._gathering_hooks(self._units), self)
-
-    def _gathering_hooks(self, units: list[Any]) -> list[RemovableHandle]:
-        states = [unit._get_fsdp_state() for unit in units]
-        return [handle for s in states for handle in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
+        return unchanged_while_gathered(units, gathering_hooks(self._units), self)
 
     def _gathered_by(self, unit: nn.Module) -> dict[str, torch.Tensor]:
         records = [one for group in parameter_groups(unit) for one in group.fsdp_params if _was_gathered(one)]
@@ -597,7 +599,7 @@ class FSDPStrategy(DistributedStrategy):
     def _refuse_replaced_parameters(self) -> None:
         """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
 
-        `module.weight = nn.Parameter(...)` and `p.data = ...` would have no effect: FSDP2 keeps its own shards.
+        `module.weight = nn.Parameter(...)` and `p.data = ...` would be lost: FSDP2 keeps its own shards.
         """
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
@@ -613,8 +615,7 @@ class FSDPStrategy(DistributedStrategy):
             f"{self._name_of(place)} of shape {list(parameter.sharded_param.shape)} was replaced while training, by "
             f"`module.{place.param_name} = ...`, `p.data = ...`, load_state_dict(assign=True), weight_norm or "
             f"register_parametrization, and strategy {self.name!r} still has its shards. Parametrize before fit, and "
-            "change values in place, on all processes, between two steps: with torch.no_grad(): "
-            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)), from torch.distributed.tensor."
+            "change values between two steps: with trainer.full_parameters(module, write=True): ..."
         )
 
     def _refuse_changes_within_step(self) -> None:
@@ -655,7 +656,7 @@ class FSDPStrategy(DistributedStrategy):
         self._refuse_replaced_parameters()
         if self._split.pipeline is not None:
             self._split.pipeline.flush()
-        gathered, self._gathered_in_evaluation = self._gathered_in_evaluation or [], None
+        gathered, self._gathered_in_evaluation = self._gathered_in_evaluation, []
         if changed := self._changed_since(gathered):
             raise ConfigError(
                 f"{changed} changed between the batches of an evaluation, and strategy {self.name!r} would lose the "
@@ -663,11 +664,6 @@ class FSDPStrategy(DistributedStrategy):
             )
         self._gradients.release()
         reshard_all(self.wrapped)
-
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
 
     @contextmanager
     def _computing_full(self, module: nn.Module) -> Iterator[None]:
@@ -677,7 +673,7 @@ class FSDPStrategy(DistributedStrategy):
         """
         inside = {id(child) for child in module.modules()}
         units = [unit for unit in self._units if id(unit) in inside]
-        handles = self._gathering_hooks(units) + [one._post_load_hook_handle for one in self._parameters]
+        handles = gathering_hooks(units) + [one._post_load_hook_handle for one in self._parameters]
         refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
         try:
             with without_hooks(handles):
@@ -733,7 +729,7 @@ class FSDPStrategy(DistributedStrategy):
         self._split.end_window()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
-        self._split.end_window()  # of a loop that has no windows
+        self._split.end_window()  # in a loop without windows
         super().step(optimizer, closure, **options)
         if self._steps_by_hand:  # gather the new values
             self._gradients.release()
@@ -782,10 +778,10 @@ class FSDPStrategy(DistributedStrategy):
                 nn.utils.clip_grad_value_(together, value)
             return None
         if self._split.pipeline is None:
-            return clip_by_norm(parameters, value)
+            return clip_by_norm(parameters, parameters, value)
         names = {id(p): name for name, p in self.module.named_parameters()}
         counted = [p for p in parameters if self._split.pipeline.writes(names[id(p)])]
-        return clip_by_norm(parameters, value, counted, self._split.mesh.group("stage"))
+        return clip_by_norm(parameters, counted, value, self._split.mesh.group("stage"))
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Accept parameters that were frozen or unfrozen, but no added ones, which would not be sharded.
@@ -821,8 +817,8 @@ class FSDPStrategy(DistributedStrategy):
         if self.layout.pipeline > 1:
             own = self._split.with_other_stages(own, state["param_groups"])
             refuse_own_tensors(optimizer, state, "pipeline_parallel, whose stages hold other parameters,")
-        keys: list[str] = [key for key in ("common", "extra", "parts") if key in state]
-        more = {key: self._split.shards("", state[key], known) for key in keys}
+        others = ("common", "extra", "parts")  # in one order on all processes
+        more = {key: self._split.shards("", state[key], known) for key in others if key in state}
         return {**state, **more, "state": own}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -834,18 +830,17 @@ class FSDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self._order.end()
         self._of_models.clear()
-        pipeline = self._split.pipeline if "_split" in vars(self) else None
-        if self._mesh is not None and pipeline is not None and pipeline.has_messages:
-            forget_mesh(self._mesh)
+        split: SplitModel | None = vars(self).get("_split")
+        if split is not None and split.pipeline is not None and split.pipeline.has_messages:
+            forget_mesh(split.mesh)
         super().teardown()
 
     def __str__(self) -> str:
+        options = [self.sharding_strategy, "CPU offload" if self.cpu_offload else "", str(self.layout)]
         units = (
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )
-        offload = ", CPU offload" if self.cpu_offload else ""
-        layout = f", {self.layout}" if self.layout else ""
-        return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
+        return f"{self.name} ({', '.join(filter(None, options))}; {units})"
 
 
 class Applied(NamedTuple):
@@ -885,23 +880,23 @@ class _FSDPForward(StepForward):
 
 
 def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:
-    """Return the output of a unit with views replaced by copies; None if there are no views.
+    """Return the output of a unit with views replaced by copies; None without views.
 
-    An operation in place on a view, such as `x += y`, would silently drop the hook by which FSDP2 gathers the unit's
+    An operation in place on a view, such as `x += y`, would silently drop FSDP2's hook, which gathers the unit's
     weights for its backward.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     found = False
 
-    def copied(leaf: Any) -> Any:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal found
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view():
+        if tensor.requires_grad and tensor._is_view():
             found = True
-            return leaf.clone()
-        return leaf
+            return tensor.clone()
+        return tensor
 
-    same = copied(output) if isinstance(output, torch.Tensor) else map_leaves(output, copied)
+    same = map_tensors(output, copied)
     return same if found else None
 
 

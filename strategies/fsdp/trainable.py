@@ -35,14 +35,18 @@ class _OneFlag:
 
     @property
     def requires_grad(self) -> bool:
-        trains: bool = _FLAG.__get__(getattr(vars(self).get("record"), "sharded_param", self))
+        record = vars(self).get("record")
+        trains: bool = _FLAG.__get__(self if record is None else record.sharded_param)
         return trains
 
     @requires_grad.setter
     def requires_grad(self, trains: bool) -> None:
+        _FLAG.__set__(self, trains)
         record = vars(self).get("record")
-        for one in (self, getattr(record, "sharded_param", self), getattr(record, "_unsharded_param", self)):
-            _FLAG.__set__(one, trains)
+        if record is not None:
+            _FLAG.__set__(record.sharded_param, trains)
+            if was_gathered(record):
+                _FLAG.__set__(record._unsharded_param, trains)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
@@ -80,7 +84,7 @@ class WatchedShard(_OneFlag, DTensor):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
-        # A compiled optimizer expects the class that it was traced with, by itself or by a program with torch's own.
+        # A compiled optimizer expects the class that it was traced with; torch's function makes a DTensor.
         made = DTensor.__tensor_unflatten__(*args)
         made.__class__ = WatchedShard
         return made
@@ -110,7 +114,7 @@ class FormerParameter(_OneFlag, nn.Parameter):
 class _OneGradient:
     """A parameter that a step uses again after a backward, as what is in no block of a manual optimization.
 
-    Outside of a backward of the step its `grad` is that of the shard, which the optimizer has; or the full one, which
+    Outside of a backward of the step its `grad` is the shard's, which the optimizer has, or the full gradient that
     waits for its reduction.
     """
 
@@ -205,15 +209,19 @@ def _with_gathered_inputs(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if func == _GRADIENT.__set__ and not isinstance(args[1], (DTensor, type(None))):
         raise ConfigError(FULL_GRADIENT)
     if func is torch.autograd.grad:
-        args = args[0], _gathered(args[1])
+        args = args[0], [*map(_gathered, args[1])]
     if func is torch.autograd.backward:
-        kwargs = {**kwargs, "inputs": _gathered(kwargs["inputs"])}
+        kwargs = {**kwargs, "inputs": [*map(_gathered, kwargs["inputs"])]}
     return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
 
-def _gathered(inputs: Any) -> list[torch.Tensor]:
-    """Return inputs with full parameters in place of their shards, if they have been gathered."""
-    return [getattr(vars(one).get("record"), "_unsharded_param", one) for one in inputs]
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full parameter in place of a shard that has been gathered, and any other tensor unchanged."""
+    record = vars(tensor).get("record")
+    if record is None or not was_gathered(record):
+        return tensor
+    full: torch.Tensor = record._unsharded_param
+    return full
 
 
 def places_of(record: Any) -> list[tuple[nn.Module, str]]:

@@ -38,8 +38,8 @@ def wrapped_layers(names: Mapping[str, nn.Module]) -> set[str]:
 def refuse_adapted_parameters(module: nn.Module) -> None:
     """Raise ConfigError if PEFT changes parameters in each forward, as for experts that are one tensor."""
     peft: Any = sys.modules.get("peft")
-    kind = None if peft is None else getattr(peft.tuners.lora.layer, "ParamWrapper", None)
-    found = [] if kind is None else [name for name, layer in module.named_modules() if isinstance(layer, kind)]
+    kind = () if peft is None else peft.tuners.lora.layer.ParamWrapper
+    found = [name for name, layer in module.named_modules() if isinstance(layer, kind)]
     if found:
         raise ConfigError(
             f"LoraConfig(target_parameters=[...]) replaces the parameters of {first_of(found)} in each forward, and "
@@ -51,10 +51,10 @@ def refuse_adapted_parameters(module: nn.Module) -> None:
 def styles_within(
     names: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], wrapped: Collection[str]
 ) -> dict[str, ParallelStyle]:
-    """Return styles for the parts of wrapped layers in place of those of the layers; what cannot be split stays.
+    """Replace the styles of wrapped layers by styles of their parts; layers that cannot be split keep theirs.
 
-    An adapter of LoRA is two layers in a row beside its layer. Where the layer's outputs are split, so are those of the
-    second one; where its inputs are, so are those of the first.
+    An adapter of LoRA is two layers in a row beside its layer. If the layer's outputs are split, so are the outputs of
+    the second one; if its inputs are split, so are the inputs of the first one.
 
     Args:
         names: modules by their names.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import nodes_behind, tensors_in
 from trainer.strategies.parallel.refusals import without_graph
 from trainer.strategies.parallel.verify import Inputs, Results, Verification, compare, results_of, tensors_left
@@ -36,11 +37,11 @@ class ContextParallel:
     of every block is gathered: where the next block gets another tensor than that, sequences stay full in between.
 
     Args:
-        blocks: all blocks by name, in the order in which they are called.
+        blocks: all blocks by name, in the order of their calls.
         here: the names of those that this process computes; others are on other stages of a pipeline.
         group: the processes of one sequence.
         exchange: how attention reaches the tokens of the others.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class ContextParallel:
         here: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         exchange: AttentionExchange,
-        verify: bool,
+        verification: Verification,
     ) -> None:
         self.group, self.parts, self.part = group, dist.get_world_size(group), dist.get_rank(group)
         self.batch = self.length = 0
         """Sizes of the full sequences of the forward in progress."""
         self._unsplit = {name: block.forward for name, block in here.items()}
         """The forwards for full sequences."""
-        self.verification = Verification("context_parallel", verify)
+        self._verification = verification
         self._is_split = False
         """True between the first block and the last one: there are parts of sequences."""
         self._given: tuple[str, int, int] | None = None
@@ -71,16 +72,16 @@ class ContextParallel:
         """The gathered outputs of the step in progress."""
         self._sent: torch.Tensor | None = None
         """The tensor that this stage of a pipeline sends in the step in progress."""
-        first, *_, last = [*blocks, *blocks]
-        after = [*blocks][[*blocks].index([*here][-1]) + 1 :]
-        blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
+        names, own = [*blocks], [*here]
+        self._first, self._first_here, self._last = names[0], own[0], names[-1]
+        blocks[self._first].register_forward_pre_hook(self._measure, with_kwargs=True)
         for name, block in here.items():
             block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
-            starts_split = name == next(iter(here)) != first
-            block.register_forward_pre_hook(self._cutter(name, name == first, starts_split), with_kwargs=True)
-            block.register_forward_hook(self._joiner(name, name == last))
-        for name in after[:1]:
-            blocks[name].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
+            block.register_forward_pre_hook(partial(self._cut, name), with_kwargs=True)
+            block.register_forward_hook(partial(self._gather_output, name))
+        if own[-1] != self._last:
+            after = names[names.index(own[-1]) + 1]
+            blocks[after].register_forward_pre_hook(self._cut_sent, with_kwargs=True)
 
     def begin(self) -> None:
         """Prepare for a step, after one that may have ended with an error."""
@@ -94,16 +95,19 @@ class ContextParallel:
         self._outputs.clear()
         roots = [one.grad_fn for one in tensors_in((outputs, self._sent)) if one.grad_fn is not None]
         self._sent = None
-        uses = _count_uses(roots) if blocks and roots else None
-        for one in blocks if uses is not None else blocks[-1:]:  # without a graph only the last one may be in use
-            self._follows[one.block] = uses is not None and uses[one.node] < 2
+        if blocks and roots:
+            uses = Counter(before for node in nodes_behind(roots) for before, _ in node.next_functions)
+            for one in blocks:
+                self._follows[one.block] = uses[one.node] < 2
+        elif blocks:  # without a graph only the last one may be in use
+            self._follows[blocks[-1].block] = False
 
     def check_end(self) -> None:
         """Raise ConfigError if a forward has ended with parts of sequences, because it has skipped the last block."""
         if self._is_split:
             raise ConfigError(
                 "context_parallel: a step has not called the last block, whose output is gathered, and has computed "
-                "with parts of sequences after the blocks: multiply what a block adds by 0 instead of skipping it."
+                "with parts of sequences after the blocks. Multiply what a block adds by 0 instead of skipping it."
             )
 
     def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,30 +118,30 @@ class ContextParallel:
     def _measure_hidden(self, hidden: torch.Tensor) -> None:
         if hidden.dim() < 3:
             raise ConfigError(
-                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is split is "
+                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}. Give the blocks tensors of "
                 "(batch, length, features)."
             )
         self.batch, self.length = hidden.shape[:2]
         if self.length % self.parts or self.length < 2 * self.parts:
             raise ConfigError(
                 f"context_parallel={self.parts} does not divide sequences of {self.length} tokens into parts of at "
-                f"least 2: pad the batches to a multiple of {self.parts}, in the collate_fn."
+                f"least 2. Pad the batches to a multiple of {self.parts}, in the collate_fn."
             )
 
-    def _cutter(self, name: str, is_first: bool, starts_split: bool) -> Callable[..., Any]:
-        def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
-            self._compare_given(hidden, block.training)
-            cuts, self._is_split = not (self._is_split or starts_split), True
-            if cuts and not is_first:
-                self._measure_hidden(hidden)
-            own = Cut.apply(hidden, 1, self.group) if cuts else hidden
-            if self.verification.is_due(name, block, args, kwargs):
-                self._verify(name, block, own, args, kwargs)
-            own_args, own_kwargs = self._parts_of(name, args, kwargs)
-            return (own, *own_args), own_kwargs
-
-        return cut
+    def _cut(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return this process's part of a block's arguments; verify the block in its first call."""
+        own, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
+        self._compare_given(own, block.training)
+        receives_part = name == self._first_here and name != self._first  # from another stage
+        if not (self._is_split or receives_part):
+            if name != self._first:
+                self._measure_hidden(own)
+            own = Cut.apply(own, 1, self.group)
+        self._is_split = True
+        if self._verification.is_due("context_parallel", name, block, args, kwargs):
+            self._verify(name, block, own, args, kwargs)
+        own_args, own_kwargs = self._parts_of(name, args, kwargs)
+        return (own, *own_args), own_kwargs
 
     def _cut_sent(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut what a stage of a pipeline sends, in front of the first block after its own ones."""
@@ -147,16 +151,14 @@ class ContextParallel:
         self._is_split = False
         return (self._sent, *args), kwargs
 
-    def _joiner(self, name: str, is_last: bool) -> Callable[..., Any]:
-        def join(block: nn.Module, args: Any, output: Any) -> Any:
-            if not is_last and self._follows.get((name, block.training)):
-                return None
-            joined, self._is_split = self._join(name, output), False
-            if not torch.compiler.is_compiling():
-                self._remember((name, block.training), joined)
-            return joined
-
-        return join
+    def _gather_output(self, name: str, block: nn.Module, args: Any, output: Any) -> Any:
+        """Return the full output of a block; None, for no change, if only the next block gets the output."""
+        if name != self._last and self._follows.get((name, block.training)):
+            return None
+        joined, self._is_split = self._join(name, output), False
+        if not torch.compiler.is_compiling():
+            self._remember((name, block.training), joined)
+        return joined
 
     def _remember(self, block: tuple[str, bool], joined: Any) -> None:
         """Remember what a block has returned, for the next one; find outputs that are in use somewhere else."""
@@ -197,18 +199,19 @@ class ContextParallel:
             if dim is not None and leaf.shape[dim] * self.parts == self.length:
                 raise ConfigError(
                     f"context_parallel: {name} gets an argument for the {leaf.shape[dim]} tokens of a part, computed "
-                    "between two blocks: compute what belongs to tokens, such as positions, before the first block."
+                    "between two blocks. Compute what belongs to tokens, such as positions, before the first block."
                 )
             if dim is None or leaf.shape[dim] != self.length:
                 return Shared.apply(leaf, self.group) if leaf.requires_grad else leaf
             return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
 
-        return map_leaves(args, part_of), map_leaves(kwargs, part_of)
+        own_args, own_kwargs = map_leaves((args, kwargs), part_of)
+        return own_args, own_kwargs
 
     def _guesses(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """Return the best and the second best guess of the dimension of tokens; None for masks and others.
 
-        A mask's last dimension is that of keys, of as many as there are tokens.
+        A mask's last dimension is the keys, as many as tokens.
         """
         last = tensor.dim() - 1
         found = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
@@ -233,9 +236,9 @@ class ContextParallel:
         ]
         if any(isinstance(one, torch.Tensor) and one.requires_grad and one.shape[:2] != own for one in output):
             raise ConfigError(
-                f"context_parallel: {name} returns a second tensor with a gradient that is not (batch, length, ...), "
-                "and is computed from a part of the tokens: a loss that is computed from it would be wrong. Return "
-                "values of each token, and compute the loss outside of the blocks; or detach() what is only logged."
+                f"context_parallel: {name} returns a second tensor with a gradient that is not (batch, length, ...): a "
+                "loss computed from it would be of a part of the tokens. Return values of each token, and compute the "
+                "loss outside of the blocks; or detach() what is only logged."
             )
         return type(output)(*joined) if hasattr(output, "_fields") else tuple(joined)
 
@@ -254,14 +257,14 @@ class ContextParallel:
             )
 
         def in_full(inputs: Inputs) -> Results:
-            return results_of(block, inputs, self._unsplit[name])
+            return results_of(block, inputs, self._unsplit[name], {})
 
         def in_parts(guess: int, inputs: Inputs) -> Results:
             def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 own_args, own_kwargs = self._parts_of(name, args, kwargs, guess)
                 return self._join(name, block.forward(Cut.apply(hidden, 1, self.group), *own_args, **own_kwargs))
 
-            return results_of(block, inputs, forward)
+            return results_of(block, inputs, forward, {})
 
         differences = []
         for guess in (0, 1):
@@ -270,11 +273,10 @@ class ContextParallel:
                 return
         raise ConfigError(
             f"context_parallel: {name} ({class_of(block).__name__}) does not compute the same for a part of a "
-            "sequence. Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face "
-            'model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get '
-            "positions as arguments from outside of the blocks, and nothing that each process keeps of its tokens. "
-            "With as many samples as tokens in a batch it is not clear which arguments belong to tokens. In this step: "
-            f"{differences[0]}."
+            f"sequence: {differences[0]}. Mix tokens by torch.nn.functional.scaled_dot_product_attention only (a "
+            'Hugging Face model: attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), '
+            "give the blocks positions as arguments and nothing that each process keeps of its tokens, and use batches "
+            "whose number of samples is not their number of tokens."
         )
 
 
@@ -285,12 +287,7 @@ class _Output(NamedTuple):
     """Its name, and whether it trains."""
     tensor: weakref.ref[torch.Tensor]
     node: Any
-    """That of autograd's graph which has computed it."""
-
-
-def _count_uses(roots: Iterable[Any]) -> Counter[Any]:
-    """Return how often each node of autograd's graph is an input of others."""
-    return Counter(before for node in nodes_behind(roots) for before, _ in node.next_functions)
+    """The node of autograd's graph that has computed it."""
 
 
 def split_hidden(
@@ -303,12 +300,11 @@ def split_hidden(
     """
     rest = dict(kwargs)
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
-    if not isinstance(hidden, torch.Tensor) or not (hidden.is_floating_point() or hidden.is_complex()):
+    if not takes_gradient(hidden):
         given = getattr(hidden, "dtype", type(hidden).__name__)
         raise ConfigError(
-            f"{class_of(block).__name__} gets {given} as its first argument: blocks that are split over processes take "
-            "what the block before has returned first, a tensor (batch, length, features), also by name: masks and "
-            "others come after it."
+            f"{class_of(block).__name__} gets {given} as its first argument. Give blocks that are split over processes "
+            "the output of the block before first, a tensor (batch, length, features), and masks and others after it."
         )
     return hidden, args[1:], rest
 
@@ -322,8 +318,8 @@ def first_tensor(output: Any) -> torch.Tensor:
     found = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(found, torch.Tensor):
         raise ConfigError(
-            f"a block returns a {type(output).__name__}: blocks that are split over processes return a tensor (batch, "
-            "length, features), or a tuple that begins with one."
+            f"a block returns a {type(output).__name__}. Return a tensor (batch, length, features), or a tuple that "
+            "begins with one, from blocks that are split over processes."
         )
     return found
 
@@ -340,7 +336,7 @@ class _WithAttention:
 
 
 class SplitAttention(TorchFunctionMode):
-    """Has `scaled_dot_product_attention` attend from this process's tokens to those of all."""
+    """Has `scaled_dot_product_attention` attend from this process's tokens to all tokens."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: AttentionExchange) -> None:
         super().__init__()
@@ -371,8 +367,8 @@ class SplitAttention(TorchFunctionMode):
         """
         if query.dim() != 4:
             raise ConfigError(
-                f"context_parallel: attention over a query of {tuple(query.shape)}; what is split is (batch, heads, "
-                "length, features)."
+                f"context_parallel: attention over a query of {tuple(query.shape)}. Give it (batch, heads, length, "
+                "features)."
             )
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         mask = self._full_mask(attn_mask, query.shape[2], key.shape[2])
@@ -388,9 +384,11 @@ class SplitAttention(TorchFunctionMode):
 
     def _full_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
         """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
-        if mask is not None and mask.shape[-1] == keys:
+        if mask is None:
+            return None
+        if mask.shape[-1] == keys:
             mask = _GatherKeys.apply(mask, mask.dim() - 1, self.group)
-        if mask is not None and mask.dim() > 1 and mask.shape[-2] == queries:
+        if mask.dim() > 1 and mask.shape[-2] == queries:
             mask = _GatherKeys.apply(mask, mask.dim() - 2, self.group)
         return mask
 
@@ -431,7 +429,7 @@ def gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Te
     """Return the parts of all processes of the group, one after the other along `dim`."""
     parts = dist.get_world_size(group)
     own = tensor.detach().contiguous()
-    bits = own.view(torch.uint8) if own.dtype == torch.bool else own  # gloo has no booleans
+    bits = own.view(torch.uint8) if own.dtype == torch.bool else own  # gloo cannot send booleans
     gathered = torch.empty(parts, *bits.shape, dtype=bits.dtype, device=bits.device)
     _all_gather(gathered.view(-1), bits.view(-1), group=group)
     return torch.cat(list(gathered.view(own.dtype)), dim)
@@ -478,7 +476,7 @@ class Shared(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     """Gather the parts of all processes along a dimension.
 
-    Each process computes the same loss from full sequences, and the strategy averages their gradients as those of
+    Each process computes the same loss from full sequences, and the strategy averages gradients as if the processes had
     different samples. So a process's part of the gradient counts as often as there are processes.
     """
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import class_of
+from trainer.strategies.parallel.one_reader import local_part
 from trainer.strategies.parallel.refusals import without_graph
 from trainer.strategies.parallel.verify import Inputs, Results, compare, replaced_parameters, results_of
 
@@ -33,13 +34,12 @@ def find_experts(module: nn.Module, plan: Mapping[str, Any], parts: int) -> dict
     Raises:
         ConfigError: one of them cannot be split.
     """
-    found: dict[str, nn.Module] = {}
+    modules, found = dict(module.named_modules()), dict[str, nn.Module]()
     for pattern, style in plan.items():
-        for name, child in module.named_modules():
-            if fnmatchcase(name, pattern):
-                found.pop(name, None)
-                if style in EXPERT_STYLES:
-                    found[name] = child
+        for name in fnmatch.filter(modules, pattern):
+            found.pop(name, None)
+            if style in EXPERT_STYLES:
+                found[name] = modules[name]
     problems = (_problem(name, experts, parts) for name, experts in found.items())
     raise_problems(list(filter(None, problems)), type(module).__name__)
     return found
@@ -49,9 +49,9 @@ def _problem(name: str, experts: nn.Module, parts: int) -> str:
     sizes = {parameter: p.shape[0] if p.dim() else 0 for parameter, p in experts.named_parameters()}
     if not takes_routing(experts) or len(set(sizes.values())) != 1:
         return (
-            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be split as 'experts': that is a module "
-            "with forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), "
-            "whose parameters have one row for each expert (not a ModuleList of experts)."
+            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be split as 'experts'. Name a module with "
+            "forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), whose "
+            "parameters have one row for each expert (not a ModuleList of experts)."
         )
     count = next(iter(sizes.values()))
     if count % parts:
@@ -88,7 +88,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh, verify: bool = True) -> 
 
 
 class _SplitExperts:
-    """The `forward` of a module of experts of which this process has some.
+    """The `forward` of a module of experts, some of which are on this process.
 
     Tokens go to the processes along "expert" that have their experts, and the outputs come back. Along "tensor" each
     process computes what its experts add, and the sums are added up.
@@ -143,7 +143,7 @@ class _SplitExperts:
             ConfigError: they differ, or this process's experts cannot be used without the others.
         """
         choices = min(choices, self._own)
-        # The sum stays that of the router, which may be 1.
+        # The sum of the weights stays the router's, which may be 1.
         few = weights[:, :choices]
         total, of_few = weights.sum(1, keepdim=True), few.sum(1, keepdim=True)
         weights = few * torch.where(of_few == 0, 1, total / of_few)
@@ -161,17 +161,16 @@ class _SplitExperts:
 
         def run(forward: Callable[..., torch.Tensor], inputs: Inputs) -> Results:
             with self._local_parameters():
-                return results_of(self._experts, inputs, forward)
+                return results_of(self._experts, inputs, forward, {})
 
         name = class_of(self._experts).__name__
         inputs: Inputs = (hidden, weights), {}
         difference = compare(name, self._experts, inputs, partial(run, each), partial(run, together))
         if difference:
             raise ConfigError(
-                f"tensor_parallel_plan: {name} cannot be split as 'experts': {difference}. For each token it returns "
-                "the sum of its experts' outputs times the weights as they are, and no more; and it takes the number "
-                "of experts from the rows of its parameters, of which each process has some. What else it does belongs "
-                "into the module around it."
+                f"tensor_parallel_plan: {name} cannot be split as 'experts': {difference}. For each token return the "
+                "sum of its experts' outputs times the given weights, take the number of experts from the rows of the "
+                "parameters, and do everything else in the module around it."
             )
 
     def _sort(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -207,24 +206,21 @@ class _SplitExperts:
         if isinstance(count, int):
             self._experts.num_experts = self._own  # type: ignore[assignment]
         try:
-            with replaced_parameters(self._experts, _local):
+            with replaced_parameters(self._experts, local_part):
                 yield
         finally:
             if isinstance(count, int):
                 self._experts.num_experts = count  # type: ignore[assignment]
 
 
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 # -- collectives with gradients ----------------------------------------------------------------------------------------
 
 
 class _Send(torch.autograd.Function):
-    """Send rows to the processes of a group, `sent[i]` to the i-th one, from which `received[i]` come.
+    """Send `sent[i]` rows to process i of a group, and receive `received[i]` rows from it.
 
-    The gradient is scaled: weights of experts get those of all senders' tokens, and FSDP averages over the others.
+    The gradient is scaled: weights of experts get gradients of all senders' tokens, and FSDP averages over the other
+    processes.
     """
 
     @staticmethod
@@ -248,7 +244,7 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 def add_up_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the same tensor, of which each process of a group uses a part: the gradients are added up."""
+    """Return the same tensor for a group whose processes each use a part: the gradients are added up."""
     same: torch.Tensor = _SumOfGradients.apply(tensor, group)
     return same
 
@@ -268,7 +264,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the processes of a group, all of which use it in the same way."""
+    """The sum over the processes of a group, which all use it in the same way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import ConfigError
+from trainer.strategies.parallel.one_reader import as_real
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _MOST_DIMENSIONS = 8
 
 
 class Neighbour:
-    """Another stage, to which tensors are sent and from which they come, of shapes that may differ each time.
+    """Another stage, to send tensors to and receive them from, with shapes that may differ each time.
 
     Args:
         sending, receiving: a group for each direction; with one for both, NCCL would have a send wait for a receive.
@@ -30,7 +31,7 @@ class Neighbour:
         """Send a tensor after a header with its shape and dtype.
 
         Raises:
-            ConfigError: the header has no number for its dtype.
+            ConfigError: its dtype is not in the table of dtypes.
         """
         if tensor.dtype not in _DTYPES:
             raise ConfigError(
@@ -45,7 +46,7 @@ class Neighbour:
         """Send a tensor without waiting; its memory is kept until it has arrived."""
         self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
         content = tensor.detach().contiguous()
-        self._pending.append((dist.isend(_numbers(content), group=self._sending, group_dst=self._stage), content))
+        self._pending.append((dist.isend(as_real(content), group=self._sending, group_dst=self._stage), content))
 
     def receive(self, device: torch.device) -> torch.Tensor:
         """Wait for a tensor with its header, and return it on `device`."""
@@ -57,7 +58,7 @@ class Neighbour:
 
     def receive_content(self, tensor: torch.Tensor) -> torch.Tensor:
         """Wait for the content of a tensor whose shape and dtype are known, and return it with that."""
-        dist.recv(_numbers(tensor), group=self._receiving, group_src=self._stage)
+        dist.recv(as_real(tensor), group=self._receiving, group_src=self._stage)
         return tensor
 
     def begin_to_receive(self, like: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -69,7 +70,7 @@ class Neighbour:
         content = torch.empty_like(like, memory_format=torch.contiguous_format)
         if content.device.type != "cpu":
             return lambda: self.receive_content(content)
-        work = dist.irecv(_numbers(content), group=self._receiving, group_src=self._stage)
+        work = dist.irecv(as_real(content), group=self._receiving, group_src=self._stage)
         assert work is not None  # of a process of the group
 
         def wait() -> torch.Tensor:
@@ -87,8 +88,3 @@ class Neighbour:
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as one that groups send: gloo knows no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -37,11 +38,15 @@ _PLAIN = (bool, int, float, str)
 
 def refuse_different_batches(step: str, batch: Any, groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Raise ConfigError if the processes of one model get different batches. Collective over each of the groups."""
-    if not _all_same(digest(batch), groups, device):
+    number = digest(batch)
+    largest = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    if int(largest.sum()):
         raise ConfigError(
-            f"{step} gets different batches on the processes of one model, which have to read the same samples: the "
-            "data draw from a random generator without a seed, or the order of files, or a sampler, differs. Seed it "
-            "with the same number on all processes (Trainer(seed=...) seeds torch, numpy and random)."
+            f"{step} gets different batches on the processes of one model, which have to read the same samples. Seed "
+            "each random generator of the data with the same number on all processes (Trainer(seed=...) seeds torch, "
+            "numpy and random), and sort lists of files."
         )
 
 
@@ -61,37 +66,34 @@ def digest(nested: Any) -> int:
     return number
 
 
-def _all_same(number: int, groups: Iterable[dist.ProcessGroup], device: torch.device) -> bool:
-    largest = torch.tensor([number, -number], device=device)
-    for group in groups:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    high, low = largest.tolist()
-    return bool(high == -low)
+def is_power_of_two(number: int) -> bool:
+    """Whether a number is 0, 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0
 
 
 class CommonLoss:
     """Compares the loss of the processes that compute one stage, in the calls 0, 1, 2, 4, 8, ... and in every 64th.
 
-    Each process has a part of the features or tokens. So a loss that is computed from what a block keeps, and not from
-    its output, is another one on each. In the call after one of the calls 0, 1, 2, 4, ... blocks are verified again if
-    numbers or texts have changed that they keep, by which they may go.
+    Each process has a part of the features or tokens, so a loss that is computed from what a block keeps, and not from
+    its output, differs between the processes. A block may also depend on numbers or texts that it keeps: if these have
+    changed by one of the calls 0, 1, 2, 4, ..., all blocks are verified again in the next call.
 
     Args:
-        blocks: of this process.
-        groups: each holds processes that have to have one loss.
-        with_experts: each holds processes that have to verify at the same time as this one, but with another loss.
+        blocks: the blocks of this process.
+        groups: groups of processes that must have the same loss; none: nothing is compared.
+        with_experts: groups of processes that have different losses, but must verify in the same call.
     """
 
     def __init__(
         self,
-        blocks: Iterable[nn.Module],
-        groups: Sequence[dist.ProcessGroup],
+        blocks: Iterable[nn.Module] = (),
+        groups: Sequence[dist.ProcessGroup] = (),
         with_experts: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self._blocks, self._groups, self._with_experts = [*blocks], groups, with_experts
         self._calls = -1
         self._kept: list[Marks] = []
-        """Marks of the values with which the blocks were verified."""
+        """Marks of the values that the blocks had when they were verified."""
         self.verifies = False
         """True if the blocks are to be verified again in the next call."""
 
@@ -102,18 +104,19 @@ class CommonLoss:
 
     def compare(self, loss: torch.Tensor) -> None:
         """Raise ConfigError if the processes of a group have different losses. Collective."""
-        is_power = self._calls & (self._calls - 1) == 0
+        if not self._groups:
+            return
+        is_power = is_power_of_two(self._calls)
         self.verifies = False
         if not is_power and self._calls % 64:
             return
-        own = [(loss.to_local() if is_dtensor(loss) else loss).detach()]
-        # The same is computed from the same, so what differs at all are sums of kernels without a fixed order.
+        # All processes compute the same, apart from kernels that sum in no fixed order.
         limit = torch.finfo(torch.float32).eps ** 0.75
-        if any(float(differences_among(own, group)) > limit for group in self._groups):
+        if any(float(differences_among([loss], group)) > limit for group in self._groups):
             raise ConfigError(
-                "the loss differs between the processes of one model. Each has some of the features or tokens. Compute "
-                "the loss from the outputs of the blocks, not from values that they or hooks keep. A 'colwise' layer "
-                "of a tensor_parallel_plan is followed by a 'rowwise' one, and a head has the style "
+                "the loss differs between the processes of one model, each of which has some of the features or "
+                "tokens. Compute the loss from the outputs of the blocks, not from values that they or hooks keep. In "
+                "a tensor_parallel_plan have a 'rowwise' layer follow each 'colwise' one, and give a head the style "
                 "'colwise_gather_output' or, for cross_entropy, 'colwise_loss_parallel'."
             )
         if is_power:
@@ -162,23 +165,22 @@ def _mark(value: Any) -> Any:
 
 
 def refuse_partial_gradients(parameters: Mapping[str, Any], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """Compare the gradients of parameters that each process of a group has full. Collective.
+    """Compare the gradients of parameters that are replicated in a group. Collective.
 
     Args:
-        dtype: they are computed in.
+        dtype: the dtype of the computation of gradients.
 
     Raises:
-        ConfigError: they differ by more than rounding may make, so that each process has a part of the sum.
+        ConfigError: gradients differ by more than rounding, so that each process has a part of the sum.
     """
     limit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps ** 0.5)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
     different = (differences_among(gradients, group) > limit).tolist() if gradients else []
-    names = [name for name, is_partial in zip(parameters, different, strict=True) if is_partial]
+    names = [*compress(parameters, different)]
     if names:
         raise ConfigError(
-            f"tensor_parallel={dist.get_world_size(group)}: the gradients of {first_of(names)} differ between the "
-            "processes, which have copies of them, because each process has a part of the features or heads that they "
-            f"are used with. {HOW_GRADIENTS}"
+            f"tensor_parallel={dist.get_world_size(group)}: {first_of(names)} are replicated, but their gradients "
+            f"differ between the processes, each of which has some of the features or heads. {HOW_GRADIENTS}"
         )
 
 
@@ -187,11 +189,21 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "to_local")
 
 
+def local_part(tensor: Any) -> Any:
+    """Return this process's part of a DTensor, and any other tensor unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones, which gloo can send, and any other tensor unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def differences_among(tensors: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the largest difference of each tensor from its mean over a group, as a share of the mean. Collective."""
     differences, norms = [], []
     for tensor in tensors:
-        own = (tensor.to_local() if is_dtensor(tensor) else tensor).detach().float()
+        own = local_part(tensor).detach().float()
         mean = own.clone()
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)

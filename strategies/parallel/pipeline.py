@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,11 +15,14 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.model.blocks import class_of, describe_blocks
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import shared_objects
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
+from trainer.strategies.fsdp.mesh import ParallelMesh
 from trainer.strategies.parallel.context import split_hidden
 from trainer.strategies.parallel.messages import Neighbour
+from trainer.strategies.parallel.one_reader import local_part
 from trainer.strategies.parallel.stage_checks import StageChecks
 from trainer.strategies.parallel.stages import split_blocks, stages_of_parameters
 from trainer.strategies.parallel.verify import Verification
@@ -51,28 +55,25 @@ class Pipeline:
     block after the own ones leaves the step. So masks, positions, losses and logging stay where the user wrote them,
     and what depends on another stage in any other way than through the blocks' first argument is NaN in the first step.
 
-    Micro-batches are those of a window, in the order of 1F1B (https://arxiv.org/abs/2006.09503): the backward of a
-    micro-batch waits until as many forwards are done as there are stages after this one.
+    Micro-batches are the batches of a window, in the order of 1F1B (https://arxiv.org/abs/2006.09503): a backward waits
+    until as many forwards are done as there are stages after this one.
 
     Args:
         module: changed in place, for good.
-        blocks: by name, in the order in which they are called.
-        forwards, backwards: two process groups of the stages of one model, one for each direction.
-        shared: returns the group of some of the stages; None for stages without this one.
-        verify: see `FSDPStrategy`.
+        blocks: by name, in the order of their calls.
+        mesh: of the run, with two groups of the stages of one model, one for each direction.
+        verification: of the model.
     """
 
     def __init__(
         self,
         module: nn.Module,
         blocks: dict[str, nn.Module],
-        forwards: dist.ProcessGroup,
-        backwards: dist.ProcessGroup,
-        shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
-        verify: bool,
+        mesh: ParallelMesh,
+        verification: Verification,
     ) -> None:
         self.module = module
-        self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
+        self.stage, self.stages = mesh.position("stage"), mesh.layout.pipeline
         self.stage_of_block = split_blocks(module, blocks, self.stages)
         self.blocks = {name: block for name, block in blocks.items() if self.stage_of_block[name] == self.stage}
         needed = stages_of_parameters(module, blocks, self.stage_of_block, self.stages)
@@ -87,26 +88,20 @@ class Pipeline:
             for inner, _ in block.named_buffers()
         }
         """The stage of each buffer of a block, where it may change."""
-        self.connect(forwards, backwards, shared)
-        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verify)
+        self.connect(mesh)
+        self._checks = StageChecks(module, self.stage, self.elsewhere, blocks, shared_objects(blocks), verification)
         self._private_rng = PrivateRng()
         self._drop_other_parameters()
-        self._dress(list(blocks.items()))
+        self._dress(blocks)
 
-    def connect(
-        self,
-        forwards: dist.ProcessGroup,
-        backwards: dist.ProcessGroup,
-        shared: Callable[[Sequence[int]], dist.ProcessGroup | None],
-    ) -> None:
-        """Begin anew with these groups, at the start of a run: one before it may have ended with messages on their way.
-
-        The arguments are those of the constructor.
-        """
-        self._forwards = forwards
+    def connect(self, mesh: ParallelMesh) -> None:
+        """Start a run with new groups, because an earlier run may have left messages pending in the old ones."""
+        forwards, backwards = mesh.group("stage"), mesh.group("stage, backwards")
         self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
         self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
-        self._groups = {stages: shared(stages) for stages in sorted({tuple(found) for found in self.ties.values()})}
+        self._neighbours = [one for one in (self._next, self._before) if one is not None]
+        several = sorted({tuple(found) for found in self.ties.values()})
+        self._groups = {stages: mesh.group_of_stages(stages) for stages in several}
         self._saved: deque[MicroBatch] = deque()
         self._received: torch.Tensor | None = None
         self._gradient: Callable[[], torch.Tensor] | None = None
@@ -125,23 +120,12 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     @property
-    def verification(self) -> Verification:
-        """The checks of what the blocks leave."""
-        return self._checks.verification
-
-    @property
-    def stand_ins(self) -> set[nn.Parameter]:
-        """Placeholders for the parameters of other stages."""
-        return {p for p in self.module.parameters() if isinstance(p, AbsentParameter)}
-
-    @property
     def has_messages(self) -> bool:
         """Whether messages to or from this stage are on their way, as after an error within a window."""
-        neighbours = [one for one in (self._next, self._before) if one is not None]
-        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in neighbours)
+        return bool(self._saved) or self._gradient is not None or any(one.is_sending for one in self._neighbours)
 
     def describe(self) -> str:
-        """Return the blocks of this stage in words."""
+        """Return text with the blocks of this stage."""
         return f"stage {self.stage} of {self.stages}: {describe_blocks(self.blocks)}"
 
     def writes(self, name: str) -> bool:
@@ -161,23 +145,23 @@ class Pipeline:
                     stand_ins[id(parameter)] = _stand_in(parameter)
                 owner._parameters[name] = stand_ins[id(parameter)]
 
-    def _dress(self, blocks: list[tuple[str, nn.Module]]) -> None:
-        own = list(self.blocks)
-        for name, block in blocks:
+    def _dress(self, blocks: dict[str, nn.Module]) -> None:
+        """Replace the forwards of other stages' blocks, and add hooks to the own ones."""
+        for name, block in blocks.items():
             if self.stage_of_block[name] < self.stage:
                 block.forward = self._checks.pass_by
             elif self.stage_of_block[name] > self.stage:
                 block.forward = partial(_leave, block)
-            if name == own[0] and not self.is_first:
-                # Before FSDP's own hook, which has to see the tensor that gradients flow to.
-                block.register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
-            elif name == own[0]:
-                block.register_forward_pre_hook(self._begin, with_kwargs=True)
-            if name == own[-1]:
-                block.register_forward_hook(self._end)
-            if name in self.blocks:
-                block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
-                block.register_forward_hook(partial(self._checks.check_output, name))
+        own = list(self.blocks.values())
+        if self.is_first:
+            own[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        else:
+            # Before FSDP's own hook, which has to see the tensor that gradients flow to.
+            own[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
+        own[-1].register_forward_hook(self._end)
+        for name, block in self.blocks.items():
+            block.register_forward_pre_hook(partial(self._checks.verify, name), with_kwargs=True)
+            block.register_forward_hook(partial(self._checks.check_output, name))
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)
@@ -188,7 +172,7 @@ class Pipeline:
         if self._taken:
             raise ConfigError(
                 f"pipeline_parallel: {class_of(block).__name__} is called twice in one step, and a pipeline runs each "
-                "block once for a batch: call the model once, on one batch (torch.cat), or use another strategy."
+                "block once for a batch. Call the model once, on one batch (torch.cat), or use another strategy."
             )
         self._taken = True
         self._around_blocks = self._generators.states()
@@ -198,7 +182,7 @@ class Pipeline:
         if not self._taken:
             raise ConfigError(
                 f"pipeline_parallel: the first block of stage {self.stage} was skipped in this step, and a pipeline "
-                "runs every block once for a batch: multiply what a block adds by 0 instead, or use another strategy."
+                "runs every block once for a batch. Multiply what a block adds by 0 instead, or use another strategy."
             )
         self._generators.restore(self._around_blocks)
 
@@ -216,8 +200,8 @@ class Pipeline:
         if not self._taken:
             raise ConfigError(
                 f"pipeline_parallel: {step} has not called {describe_blocks(self.blocks)}, or a later block before "
-                "them: a pipeline needs one forward of the model in each step, through its blocks in the order in "
-                "which they are registered; a step cannot be left (return None) before it."
+                "them. Run one forward of the model in each step, through its blocks in the order in which they are "
+                "registered, and do not leave the step (return None) before it."
             )
         if self._next is not None:
             self._next.send(outputs)
@@ -233,8 +217,8 @@ class Pipeline:
     def _shared_random_numbers(self, device: torch.device) -> Iterator[None]:
         """Have all stages draw the same random numbers around the blocks, although they run through other blocks.
 
-        Each micro-batch has a seed of its own, drawn from the generators that the stages of a model share; blocks draw
-        from other ones, see `_begin`.
+        Each micro-batch has its own seed, drawn from the generators that the stages of a model share. Blocks draw from
+        other generators, see `_begin`.
         """
         self._generators = _Generators(device)
         self._seed = int(torch.randint(2**62, (), device="cpu"))
@@ -255,7 +239,9 @@ class Pipeline:
             self._backward_of_oldest(run)
 
     def _backward_of_oldest(self, run: Callable[[bool, Callable[[], None]], None]) -> None:
-        micro_batch, gradient = self._saved.popleft(), self._expected_gradient()
+        assert self._gradient is not None
+        micro_batch, gradient = self._saved.popleft(), self._gradient()
+        self._gradient = None
         self._expect_gradient()
         if micro_batch.sent.requires_grad:  # not where all that this stage has computed with is frozen
             run(micro_batch.synchronizes, lambda: torch.autograd.backward(micro_batch.sent, gradient))
@@ -265,11 +251,6 @@ class Pipeline:
         """Begin to receive the gradient of the oldest micro-batch, which can come while this stage computes."""
         if self._next is not None and self._saved and self._gradient is None:
             self._gradient = self._next.begin_to_receive(self._saved[0].sent)
-
-    def _expected_gradient(self) -> torch.Tensor:
-        assert self._gradient is not None
-        gradient, self._gradient = self._gradient(), None
-        return gradient
 
     def _send_gradient(self, micro_batch: MicroBatch) -> None:
         if self._before is not None:
@@ -295,13 +276,12 @@ class Pipeline:
         if hasattr(parameter, "placements") and gradient.placements != parameter.placements:
             # Of an embedding whose rows are split, DTensor gives a partial gradient.
             parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-        dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient, group=group)
+        dist.all_reduce(local_part(gradient), group=group)
 
     def flush(self) -> None:
-        """Wait until what was sent has been received."""
-        for neighbour in (self._next, self._before):
-            if neighbour is not None:
-                neighbour.flush()
+        """Wait until the neighbours have received all messages."""
+        for neighbour in self._neighbours:
+            neighbour.flush()
 
 
 class _Generators:
@@ -331,7 +311,7 @@ def _leave(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    value = math.nan if takes_gradient(parameter) else 0
     # Not on the meta device, whose tensors are allocated in full.
     one = torch.full((), value, dtype=parameter.dtype, device="cpu" if parameter.is_meta else parameter.device)
     return AbsentParameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)

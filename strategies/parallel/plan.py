@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.checkpoint.saved_names import outermost_models
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
+from trainer.model.full_parameters import ParameterSlot, slots_of
 from trainer.model.weights import AbsentParameter
 from trainer.strategies.parallel.adapters import styles_within, wrapped_layers
 from trainer.strategies.parallel.experts import EXPERT_STYLES, add_up_gradients, takes_routing
-from trainer.strategies.parallel.one_reader import differences_among
+from trainer.strategies.parallel.one_reader import differences_among, local_part
 from trainer.strategies.parallel.refusals import hugging_face_models, without_graph
 
 Style = str | ParallelStyle | None
@@ -78,11 +79,11 @@ Sequence parallelism, which splits the activations between the layers along the 
 
 
 class SharedByHeads(ParallelStyle):
-    """Replicate a layer whose outputs all heads read: their gradients, of each process's heads, are added up.
+    """Replicate a layer whose outputs are read by the heads of all processes: the gradients of the outputs are added.
 
     Args:
-        features: the number of last features that heads read; None: all. Others go through a layer that is split, whose
-            gradient is complete.
+        features: the number of last features that heads read; None: all. The first ones go through a split layer, which
+            returns their full gradient.
     """
 
     def __init__(self, features: int | None = None) -> None:
@@ -91,7 +92,6 @@ class SharedByHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-
         unknown = [True]
 
         def refuse_full(gradient: torch.Tensor) -> None:
@@ -116,22 +116,19 @@ class SharedByHeads(ParallelStyle):
 
 
 def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
+    """Return the plans of the Hugging Face models in a module, overridden by the module's `tensor_parallel_plan`.
 
     Raises:
-        ConfigError: there is none, or it is no plan.
+        ConfigError: there is no plan, or `tensor_parallel_plan` is not a plan.
     """
     own = getattr(module, "tensor_parallel_plan", None) or {}
-    if not isinstance(own, Mapping) or not all(isinstance(style, Style) for style in own.values()):
-        raise ConfigError(
-            f"{type(module).__name__}.tensor_parallel_plan: give a dict of name patterns and styles, such as "
-            '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
-        )
-    plan = {**dict(_plans_of_models(module)), **own}
+    is_plan = isinstance(own, Mapping) and all(isinstance(style, Style) for style in own.values())
+    plan = {**dict(_plans_of_models(module)), **own} if is_plan else {}
     if not plan:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a plan. Add one, "
-            'such as tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
+            f"{type(module).__name__} has no tensor_parallel_plan, a dict of name patterns and styles, and no Hugging "
+            "Face model with a plan. Add one, such as "
+            'tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
 
@@ -143,12 +140,12 @@ def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, Style]]:
         config = model.config.get_text_config()
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
             full = f"{prefix}{pattern}"
-            if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
+            if style not in EXPERT_STYLES and fnmatch.filter(names, full):
                 yield full, SharedByHeads(config.qk_rope_head_dim) if style == "mla_kv_a_proj" else style
-        plans = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
-        for pattern, style in chain.from_iterable(plan.items() for plan in plans):
+        of_tensors, of_experts = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
+        for pattern, style in (*of_tensors.items(), *of_experts.items()):
             full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
-            matches = [name for name in names if fnmatchcase(name, full)]
+            matches = fnmatch.filter(names, full)
             if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
                 yield full, style
 
@@ -165,23 +162,22 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be split by `parts`.
     """
     names = dict(module.named_modules())
+    inner = [*filter(None, names)]
     wrapped = wrapped_layers(names)
-    problems = needs_newer_torch(plan.values(), torch.__version__)
+    problems: list[str] = []
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
-        matches = [name for name in names if name and fnmatchcase(name, pattern)]
+        matches = fnmatch.filter(inner, pattern)
         around = tuple(f"{name}." for name in wrapped if name in matches)
         matches = [name for name in matches if not name.startswith(around)]
         if not matches:
-            problems.append(
-                f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, filter(None, names))}"
-            )
+            problems.append(f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, inner)}")
         if style in EXPERT_STYLES:
             continue
         if isinstance(style, str) and style not in STYLES:
             advice = did_you_mean(style, [*STYLES, "experts"])
             problems.append(
-                f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, "
+                f"tensor_parallel_plan: {style!r} for {pattern!r} is not a style.{advice} Styles: {', '.join(STYLES)}, "
                 "experts, or one of torch.distributed.tensor.parallel."
             )
             continue
@@ -191,20 +187,9 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
                 found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     found = styles_within(names, found, wrapped)
-    wrong = [_problem(name, names[name], style, parts) for name, style in found.items()]
-    raise_problems([*[*filter(None, wrong)][:1], *_heads(module, parts)], type(module).__name__)
+    wrong = filter(None, (_problem(name, names[name], style, parts) for name, style in found.items()))
+    raise_problems([*islice(wrong, 1), *_heads(module, parts)], type(module).__name__)
     return found
-
-
-def needs_newer_torch(styles: Collection[Style], version: str) -> list[str]:
-    """Return a problem if torch 2.9 would have to flatten sequences that are split, which later ones can."""
-    heads = [style for style in styles if style in ("colwise_loss_parallel", "colwise_gather_output", "colwise_rep")]
-    if not version.startswith("2.9.") or "sequence_parallel" not in styles or not heads:
-        return []
-    return [
-        f"tensor_parallel_plan: {heads[0]!r} after 'sequence_parallel' needs a newer torch than {version}, which "
-        "cannot compute a layer on parts of sequences: update it (2.13 is tested), or leave these styles out."
-    ]
 
 
 def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> str:
@@ -212,18 +197,13 @@ def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> s
     layer = getattr(layer, "_orig_mod", layer)
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return ""
-    if not isinstance(layer, (nn.Linear, nn.Embedding)):
+    if not isinstance(layer, (nn.Linear, nn.Embedding)) or "weight" not in layer._parameters:
         kind = type(layer)
         return (
             f"tensor_parallel_plan: {name} is of class {kind.__name__} from {kind.__module__}, and its style splits "
-            "nn.Linear and nn.Embedding, also with adapters of LoRA (without DoRA and other variants; of embeddings "
-            "with 'rowwise' only): leave it out with None, or use another option than tensor_parallel."
-        )
-    if "weight" not in layer._parameters:
-        return (
-            f"tensor_parallel_plan: the weight of {name} is computed from others (weight_norm or another "
-            "parametrization), and its style splits a weight that is a parameter: leave it out with None, or remove "
-            "the parametrization."
+            "nn.Linear and nn.Embedding whose weight is a parameter (without weight_norm and other parametrizations), "
+            "also with adapters of LoRA (without DoRA and other variants; of embeddings with 'rowwise' only). Leave it "
+            "out with None, or use another option than tensor_parallel."
         )
     if isinstance(layer, nn.Embedding):  # a vocabulary may be split unevenly
         return ""
@@ -258,40 +238,38 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     Raises:
         ConfigError: tied weights would be split in different ways.
     """
-    ties = _tied_weights(module)
+    places: dict[int, list[ParameterSlot]] = {}
+    for slot in slots_of(module, module):
+        places.setdefault(id(slot.parameter), []).append(slot)
     here = {name: style for name, style in styles.items() if is_here(module.get_submodule(name))}
     shared = _SharedInput(mesh)
     for name, style in here.items():
         if isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),):
-            # Before the hook of the style, which takes a distributed tensor as it is.
+            # Before the hook of the style, which leaves a distributed tensor unchanged.
             module.get_submodule(name).register_forward_pre_hook(shared.distribute)
         if isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),):
             module.get_submodule(name).register_forward_pre_hook(partial(_refuse_uneven, mesh.size()))
     # Without sending anything: all processes have the values, or get them later.
-    frozen = {
-        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-    }
+    trains = {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)}
     parallelize_module(module, mesh, here, src_data_rank=None)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in frozen:  # torch's styles for norms make new parameters, which train
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(trains[name])  # torch's styles for norms make new parameters, which train
     for name in here:
         module.get_submodule(name).register_forward_hook(_owned)
-    for (owner, name), *others in ties:
-        kept = owner._parameters[name]
-        for other, other_name in others:
-            other_weight = other._parameters[other_name]
-            if getattr(other_weight, "placements", None) != getattr(kept, "placements", None):
+    for first, *others in places.values():
+        kept = first.parameter
+        for other in others:
+            if getattr(other.parameter, "placements", None) != getattr(kept, "placements", None):
                 raise ConfigError(
-                    f"tensor_parallel_plan: {type(owner).__name__}.{name} and {type(other).__name__}.{other_name} are "
-                    "one weight, and are split differently: give both layers styles that split it alike (an "
-                    "embedding 'rowwise' and a head 'colwise'), or none."
+                    f"tensor_parallel_plan: {first.name} and {other.name} are one weight, and are split differently: "
+                    "give both layers styles that split it alike (an embedding 'rowwise' and a head 'colwise'), or "
+                    "none."
                 )
-            other._parameters[other_name] = kept
+            other.hold(kept)
 
 
 def _refuse_uneven(parts: int, layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    """Raise ConfigError for sequences that would have parts of different lengths, with which collectives fail."""
+    """Raise ConfigError for sequences whose parts would have different lengths, since collectives fail with these."""
     length = args[0].shape[1]
     if length % parts:
         raise ConfigError(
@@ -361,17 +339,7 @@ def is_here(layer: nn.Module) -> bool:
     return not parameters or not all(isinstance(p, AbsentParameter) for p in parameters)
 
 
-def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that has several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str] = ()) -> str:
+def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str]) -> str:
     """Return which layers are split, and which layers with weights are replicated."""
     replicated = [
         name or "parameters of the module itself"
@@ -408,5 +376,5 @@ class _PlainLosses(TorchFunctionMode):
         simple = not args and options.get("weight") is None and not options.get("label_smoothing")
         if isinstance(input, DTensor) and not (simple and target.dim() < input.dim()):
             input = input.full_tensor()
-        result: torch.Tensor = cross_entropy(input, target, *args, **options)
-        return result.to_local() if isinstance(result, DTensor) else result
+        loss: torch.Tensor = local_part(cross_entropy(input, target, *args, **options))
+        return loss

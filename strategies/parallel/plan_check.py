@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from trainer.strategies.parallel.verify import (
     Results,
     Verification,
     compare,
+    filled,
     replaced_parameters,
     results_of,
 )
@@ -36,16 +37,16 @@ Hooks = list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class PlanCheck:
-    """Compares the first forward of each block with one in which all its layers are full.
+    """Compares the first forward of each block with a forward of full layers.
 
-    A plan may fit all shapes and be wrong: where a fused layer is cut through its parts, where numbers go by the count
-    of heads, or where a mean is taken of features of which each process has some.
+    A plan may fit all shapes and be wrong: a fused layer may be cut through its parts, numbers may go by the count of
+    heads, or a mean may be taken over split features.
 
     Args:
         module: before its layers are split.
-        styles: those of its layers by name.
+        styles: the styles of its layers by name.
         group: the processes among which layers are split.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class PlanCheck:
         module: nn.Module,
         styles: Mapping[str, ParallelStyle],
         group: dist.ProcessGroup,
-        verify: bool = True,
+        verification: Verification,
     ) -> None:
         self._module, self._group, self._styles = module, group, styles
-        self.verification = Verification("tensor_parallel", verify)
+        self._verification = verification
         self._hooks = {name: _hooks_of(module.get_submodule(name)) for name in styles}
         """The hooks of each layer without those that split it."""
 
@@ -65,7 +66,7 @@ class PlanCheck:
 
         Args:
             blocks: all blocks by name.
-            here: those of this process. Compared too are modules around a pair of layers outside of the blocks.
+            here: the blocks of this process. Modules around a pair of layers outside of the blocks are compared, too.
         """
         for name, block in {**here, **self._around_pairs(blocks)}.items():
             own = [layer for layer in self._styles if layer.startswith(f"{name}.")]
@@ -75,24 +76,25 @@ class PlanCheck:
 
     def _around_pairs(self, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Return the modules that compute with split features outside of the blocks; warn where there is none."""
-        inside, found, alone = tuple(f"{name}." for name in blocks), dict[str, nn.Module](), []
-        ends = [layer for layer, style in self._styles.items() if isinstance(style, RowwiseParallel)]
-        for layer in (one for one in self._styles if not one.startswith(inside) and _returns_part(self._styles[one])):
-            parts = layer.split(".")
-            around = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            pairs = [one for one in around if any(end.startswith(f"{one}.") for end in ends)]
-            if pairs and not any(name.startswith(f"{pairs[0]}.") for name in blocks):
-                found[pairs[0]] = self._module.get_submodule(pairs[0])
-            else:
-                alone.append(layer)
+        inside = tuple(f"{name}." for name in blocks)
+        parts = [layer for layer, style in self._styles.items() if _returns_part(style)]
+        around = {layer: self._module_of_pair(layer, blocks) for layer in parts if not layer.startswith(inside)}
+        alone = [layer for layer, name in around.items() if not name]
         if alone:
             log.warning(
-                "tensor_parallel: what is computed between %s and the next layer is in no module without others, so "
-                "that nothing compares it with full layers: put the two into a module, or compare the first losses "
-                "with those of one process",
+                "tensor_parallel: nothing compares what is computed between %s and the next layer with full layers. "
+                "Put the two layers into a separate module, or compare the first losses with losses of one process",
                 first_of(alone),
             )
-        return found
+        return {name: self._module.get_submodule(name) for name in around.values() if name}
+
+    def _module_of_pair(self, layer: str, blocks: Iterable[str]) -> str:
+        """Return the innermost module with a layer and the end of a pair, if it has no blocks; otherwise ""."""
+        ends = [name for name, style in self._styles.items() if isinstance(style, RowwiseParallel)]
+        name = layer.rpartition(".")[0]
+        while name and not any(end.startswith(f"{name}.") for end in ends):
+            name = name.rpartition(".")[0]
+        return "" if any(block.startswith(f"{name}.") for block in blocks) else name
 
     def _verify(
         self, name: str, names: list[str], split: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,7 +105,7 @@ class PlanCheck:
             names: of its layers that are split.
             split: the block takes and returns this process's part of sequences, which full layers have full.
         """
-        if not self.verification.is_due(name, block, args, kwargs):
+        if not self._verification.is_due("tensor_parallel", name, block, args, kwargs):
             return
         layers = [self._module.get_submodule(layer) for layer in names]
         hooks = [table for layer in names for table in self._hooks[layer]]
@@ -127,12 +129,11 @@ class PlanCheck:
             raise ConfigError(
                 f"tensor_parallel={parts}: with the layers that tensor_parallel_plan splits {name} "
                 f"({class_of(block).__name__}) does not compute the same: {difference}. Between a 'colwise' and a "
-                "'rowwise' layer each process has some of the features or heads, and what is computed there cannot "
-                "depend on the others: give both of a pair, and view heads as -1; a weight with several parts (a "
-                "fused qkv, gate and up) is grouped by heads or several layers; norms, softmax and means over these "
-                "features, and numbers that go by the count of heads, need layers that are not split. Where a style "
-                "splits sequences, positions and lengths of the block's own are those of a part. Keep with "
-                f"detach() what is only logged. Of a gradient: {HOW_GRADIENTS}"
+                "'rowwise' layer each process has some of the features or heads: give both of a pair, view heads as "
+                "-1, and group a weight with several parts (a fused qkv, gate and up) by heads, or make several layers "
+                "of it. Split no layers around norms, softmax and means over features, or numbers that go by the count "
+                "of heads. With styles that split sequences, pass positions and lengths as arguments. Keep with "
+                f"detach() what is only logged. For gradients: {HOW_GRADIENTS}"
             )
 
     def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -158,10 +159,9 @@ def _returns_part(style: ParallelStyle) -> bool:
 def _splits_sequences(style: ParallelStyle) -> bool | None:
     """Whether a style takes or returns parts of sequences; None: something else, which is not compared."""
     full, part = (Replicate(),), (Shard(1),)
-    if isinstance(style, ColwiseParallel):
-        return style.input_layouts == part if style.input_layouts in (full, part) and style.use_local_output else None
-    if isinstance(style, RowwiseParallel):
-        return style.output_layouts == part if style.output_layouts in (full, part) and style.use_local_output else None
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        outer = style.input_layouts if isinstance(style, ColwiseParallel) else style.output_layouts
+        return outer == part if outer in (full, part) and style.use_local_output else None
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding[0].dim == 1
     return False if isinstance(style, (SharedByHeads, FullInputs)) else None
@@ -171,22 +171,11 @@ def _splits_sequences(style: ParallelStyle) -> bool | None:
 def _full_layers(block: nn.Module, layers: list[nn.Module], hooks: Hooks) -> Iterator[None]:
     """Give layers of a block their full weights, and these hooks, which split nothing."""
     planned = {id(p) for layer in layers for p in layer.parameters(recurse=False) if isinstance(p, DTensor)}
-    with_plan = [(table, dict(table)) for table, _ in hooks]
 
     def full(parameter: Any) -> Any:
         if id(parameter) not in planned:
             return parameter
         return nn.Parameter(parameter.full_tensor().detach(), requires_grad=parameter.requires_grad)
 
-    _fill(hooks)
-    try:
-        with replaced_parameters(block, full):
-            yield
-    finally:
-        _fill(with_plan)
-
-
-def _fill(hooks: Hooks) -> None:
-    for table, wanted in hooks:
-        table.clear()
-        table.update(wanted)
+    with filled(hooks), replaced_parameters(block, full):
+        yield

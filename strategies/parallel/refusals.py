@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule
 from trainer.optimizers import needs_closure
@@ -36,46 +36,46 @@ def layout_problems(
         shards: the number of processes with different samples over which weights are sharded.
         own_loop: the user's program has the loop, as with an Engine.
     """
-    problems = []
-    if num_processes % layout.processes:
-        problems.append(
-            f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
-            f"{num_processes}."
-        )
-    if shards * layout.context % layout.expert:
-        problems.append(
-            f"expert_parallel={layout.expert} does not divide the {shards * layout.context} processes over which "
-            "weights are sharded: choose a number that does."
-        )
-    if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
-        problems.append(
-            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
-            "their processes. Use 'bf16-mixed'."
-        )
-    if layout.tensor > 1 and precision.float8 == "mx":
-        problems.append(
-            f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
-            "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel."
-        )
     plan = getattr(module, "tensor_parallel_plan", None)
     styles = [style for style in plan.values() if isinstance(style, str)] if isinstance(plan, Mapping) else []
-    if layout.tensor > 1 and layout.context > 1 and any("sequence" in style for style in styles):
-        problems.append(
-            f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
-            "another order: use 'colwise' and 'rowwise' in the plan, and none for norms."
-        )
+    splits_sequences = any("sequence" in style for style in styles)
     own_backward = module is not None and (not module.automatic_optimization or module.overrides("backward"))
-    if layout.pipeline > 1 and (own_loop or own_backward):
-        problems.append(
-            "pipeline_parallel runs the backward of each micro-batch itself, on several stages: use a Trainer with "
-            "automatic_optimization and the loss that training_step returns, without an override of backward; or "
-            "tensor_parallel or context_parallel."
-        )
-    return problems
+    return problems_found(
+        (
+            num_processes % layout.processes,
+            f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
+            f"{num_processes}.",
+        ),
+        (
+            shards * layout.context % layout.expert,
+            f"expert_parallel={layout.expert} does not divide the {shards * layout.context} processes over which "
+            "weights are sharded: choose a number that does.",
+        ),
+        (
+            layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed",
+            "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on over "
+            "their processes. Use 'bf16-mixed'.",
+        ),
+        (
+            layout.tensor > 1 and precision.float8 == "mx",
+            f"precision={precision.name!r} with tensor_parallel: torchao cannot scale blocks of weights that are "
+            "split. Use 'fp8' or 'fp8-rowwise', or context_parallel or pipeline_parallel.",
+        ),
+        (
+            layout.tensor > 1 and layout.context > 1 and splits_sequences,
+            f"context_parallel={layout.context} with a style of tensor_parallel_plan that splits sequences, too, in "
+            "another order: use 'colwise' and 'rowwise' in the plan, and none for norms.",
+        ),
+        (
+            layout.pipeline > 1 and (own_loop or own_backward),
+            "pipeline_parallel runs the backward of each micro-batch itself, on several stages. Use a Trainer with "
+            "automatic_optimization, without an override of backward, or use tensor_parallel or context_parallel.",
+        ),
+    )
 
 
 def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: StepOptions) -> None:
-    """Raise ConfigError for settings of a training with which a model cannot be split so."""
+    """Raise ConfigError for settings of a training that do not allow this split of a model."""
     if layout and config.compiles_module:
         raise ConfigError(
             "compile=True with a model that is split over processes: compile its blocks, which hooks of the strategy "
@@ -84,14 +84,14 @@ def refuse_settings(layout: ModelSplit, optimizers: list[Optimizer], config: Ste
     for optimizer in optimizers:
         if layout.pipeline > 1 and mixes_parameters(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, as by a norm "
-                "of them all, and a process has those of its stage. Use an optimizer that steps each parameter alone, "
-                "such as torch.optim.AdamW, or leave out pipeline_parallel."
+                f"{type(optimizer).__name__} with pipeline_parallel: its step depends on all parameters, and a process "
+                "has the parameters of one stage. Use an optimizer that steps each parameter alone, such as "
+                "torch.optim.AdamW."
             )
         if layout and needs_closure(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} with {layout}: it evaluates the loss several times a step, and reads all "
-                "weights as one vector, of which each process has a part. Use it on one process, or another optimizer."
+                "weights as one vector. Use it on one process, or use another optimizer."
             )
 
 
@@ -114,44 +114,36 @@ def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def refuse_unsplittable(module: nn.Module, blocks: Mapping[str, nn.Module], layout: ModelSplit) -> None:
-    """Raise ConfigError for all blocks that cannot be stages of a pipeline, or compute parts of sequences."""
-    problems: list[str] = []
-    if layout.pipeline > 1:
-        problems += _repeated_blocks(module, blocks)
-    if layout.context > 1:
-        problems += _mixing_layers(blocks)
+def refuse_repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for blocks in several places of their list: a pipeline runs each block once."""
+    places: dict[nn.Module, list[str]] = {block: [] for block in blocks.values()}
+    parents = {name.rpartition(".")[0] for name in blocks}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if child in places and name.rpartition(".")[0] in parents:
+            places[child].append(name)
+    problems = [
+        f"pipeline_parallel: {' and '.join(names[:2])} are one block, and a pipeline runs each block once for a batch. "
+        "Give each place a separate block, or use another strategy."
+        for names in places.values()
+        if len(names) > 1
+    ]
     raise_problems(problems, type(module).__name__)
 
 
-def _repeated_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> list[str]:
-    names: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(child), []).append(name)
-    parents = {name.rpartition(".")[0] for name in blocks}
-    problems = []
-    for block in blocks.values():
-        places = [name for name in names[id(block)] if name.rpartition(".")[0] in parents]
-        if len(places) > 1:
-            problems.append(
-                f"pipeline_parallel: {' and '.join(places[:2])} are one block, and a pipeline runs each block once for "
-                "a batch: give each place a block of its own, or use another strategy."
-            )
-    return problems
-
-
-def _mixing_layers(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return a problem for each class of layers that mixes tokens in a way of its own."""
+def refuse_mixing_layers(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError for layers that mix the tokens of sequences other than by torch's attention function."""
     found: dict[str, str] = {}
     for name, block in blocks.items():
         for path, layer in block.named_modules():
             if class_of(layer) is nn.MultiheadAttention or isinstance(layer, (nn.RNNBase, _NormBase)):
                 found.setdefault(class_of(layer).__name__, f"{name}.{path}".strip("."))
-    return [
-        f"context_parallel: {place} is of class {kind}, which mixes tokens in a way of its own. Blocks mix them by "
-        "torch.nn.functional.scaled_dot_product_attention only, so that each process may have some of the tokens."
+    problems = [
+        f"context_parallel: {place} is of class {kind}, which mixes tokens in another way than "
+        "torch.nn.functional.scaled_dot_product_attention. Use only that in blocks, so that each process can have some "
+        "of the tokens."
         for kind, place in found.items()
     ]
+    raise_problems(problems, type(module).__name__)
 
 
 _COLLECTED = {
@@ -159,14 +151,13 @@ _COLLECTED = {
     "output_hidden_states": "which then returns what goes into all blocks",
     "output_attentions": "which then returns the attention of all blocks",
 }
-"""Settings by which Hugging Face models collect something from their blocks -> the fault where these are split."""
+"""Settings that have Hugging Face models collect something from their blocks -> the fault where these are split."""
 
 
 def hugging_face_models(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and modules of Hugging Face models, the outer ones first."""
-    transformers = sys.modules.get("transformers")
-    named = [] if transformers is None else module.named_modules()
-    return [(name, child) for name, child in named if isinstance(child, transformers.PreTrainedModel)]  # type: ignore[union-attr]
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, kind)]
 
 
 def refuse_collecting(option: str, module: nn.Module) -> None:
@@ -189,8 +180,7 @@ def _check_call(option: str, name: str, model: Any, args: Any, kwargs: Mapping[s
 
 def _refuse_generate(option: str, name: str, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        f"{option}: {name}.generate() computes one token after the other from what all blocks keep of those before, "
-        "and a process has some of the blocks or tokens. Generate from a checkpoint on one device or with "
-        "tensor_parallel (trainer checkpoint export writes a folder for from_pretrained); here compute losses or "
-        "logits of given tokens."
+        f"{option}: {name}.generate() needs the keys and values of all blocks and tokens, and a process has some of "
+        "them. Generate from a checkpoint on one device or with tensor_parallel (trainer checkpoint export writes a "
+        "folder for from_pretrained)."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,16 @@ from trainer.model.blocks import main_stack
 from trainer.model.pipeline_stages import bubble
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
+from trainer.strategies.fsdp.mesh import ParallelMesh
 from trainer.strategies.parallel.context import AttentionExchange, ContextParallel
 from trainer.strategies.parallel.one_reader import CommonLoss, refuse_different_batches, refuse_partial_gradients
 from trainer.strategies.parallel.pipeline import Pipeline
-from trainer.strategies.parallel.refusals import refuse_collecting, refuse_settings, refuse_unsplittable
+from trainer.strategies.parallel.refusals import (
+    refuse_collecting,
+    refuse_mixing_layers,
+    refuse_repeated_blocks,
+    refuse_settings,
+)
 from trainer.strategies.parallel.stage_checks import StageValues
 from trainer.strategies.parallel.verify import Verification
 from trainer.strategies.swapped_parameters import has_compiled
@@ -39,10 +45,9 @@ class SplitModel:
 
     Args:
         module: changed in place, for good.
-        layout: how many processes hold one model, and what each of them has.
-        mesh: of the run.
+        mesh: of the run; its layout says how many processes hold one model, and what each of them has.
         processes: of the run.
-        blocks: by name, in the order in which they are called.
+        blocks: by name, in the order of their calls.
         exchange, verify: see `FSDPStrategy`.
 
     Raises:
@@ -52,16 +57,15 @@ class SplitModel:
     def __init__(
         self,
         module: TrainModule,
-        layout: ModelSplit,
         mesh: ParallelMesh,
         processes: SingleProcess,
         blocks: dict[str, nn.Module],
         exchange: AttentionExchange,
         verify: bool,
     ) -> None:
-        self.module, self.layout, self.mesh, self.verify = module, layout, mesh, verify
+        self.module, self.layout, self.mesh, self.verify = module, mesh.layout, mesh, verify
         self.blocks = self.here = blocks
-        """All blocks, and those of this process."""
+        """All blocks, and the blocks of this process."""
         self.pipeline: Pipeline | None = None
         """The stage of this process."""
         self.experts: dict[str, nn.Module] = {}
@@ -70,10 +74,10 @@ class SplitModel:
         self.description = ""
         self._context: ContextParallel | None = None
         self._plan_check: PlanCheck | None = None
-        self._verifications: list[Verification] = []
+        self._verification = Verification(verify)
         self._processes = processes
         self._start()
-        if layout:
+        if self.layout:
             self._split(exchange)
 
     def _split(self, exchange: AttentionExchange) -> None:
@@ -81,19 +85,18 @@ class SplitModel:
         if layout.pipeline * layout.context > 1:
             self.blocks = self.here = main_stack(self.blocks)
             refuse_collecting(f"{layout}", self.module)
-            refuse_unsplittable(self.module, self.blocks, layout)
         lines = []
         if layout.pipeline > 1:
-            groups = mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages
-            self.pipeline = Pipeline(self.module, self.blocks, *groups, self.verify)
+            refuse_repeated_blocks(self.module, self.blocks)
+            self.pipeline = Pipeline(self.module, self.blocks, mesh, self._verification)
             self.here = self.pipeline.blocks
-            self._verifications.append(self.pipeline.verification)
             lines.append(self.pipeline.describe())
         if layout.tensor * layout.expert > 1:
             lines.append(self._split_layers())
         if layout.context > 1:
-            self._context = ContextParallel(self.blocks, self.here, mesh.group("context"), exchange, self.verify)
-            self._verifications.append(self._context.verification)
+            refuse_mixing_layers(self.module, self.blocks)
+            group = mesh.group("context")
+            self._context = ContextParallel(self.blocks, self.here, group, exchange, self._verification)
         if self._plan_check is not None:
             self._plan_check.watch(self.blocks, self.here)
         self.description = "; ".join(lines)
@@ -128,8 +131,7 @@ class SplitModel:
                     layout.tensor,
                     of_machine,
                 )
-            self._plan_check = PlanCheck(module, styles, self.mesh.tensor.get_group(), self.verify)
-            self._verifications.append(self._plan_check.verification)
+            self._plan_check = PlanCheck(module, styles, self.mesh.tensor.get_group(), self._verification)
             apply_plan(module, self.mesh.tensor, styles)
             self._splits_losses = needs_loss_parallel(styles)
         self.experts = {name: one for name, one in experts.items() if is_here(one)}
@@ -142,7 +144,7 @@ class SplitModel:
     def _start(self) -> None:
         self._called, self._called_first = set[str](), set[str]()
         """The step methods that have been called, and those that were called in the window in progress."""
-        self._common_loss: CommonLoss | None = None
+        self._common_loss = CommonLoss()
         self._stage_values: StageValues | None = None
         self._compares_gradients = False
 
@@ -150,12 +152,12 @@ class SplitModel:
         """Begin a run of a module that an earlier one has split.
 
         Args:
-            mesh: of the new run, from which messages come: those of a run that has broken may still be on their way.
+            mesh: the mesh of the new run: messages of a broken run may still be pending in the old one.
         """
         self._processes = processes
         self._start()
         if self.pipeline is not None:
-            self.pipeline.connect(mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
+            self.pipeline.connect(mesh)
 
     def start_training(self, precision: Precision, optimizers: list[Optimizer], config: StepOptions) -> None:
         """Check the windows from here on; a window ends with `end_window`.
@@ -191,10 +193,10 @@ class SplitModel:
         if not self.layout:
             return run()
         training = step == "training_step" and torch.is_grad_enabled()
-        if training and self._common_loss is not None:
+        if training:
             self._common_loss.begin()
-            for one in self._verifications if self._common_loss.verifies else ():
-                one.restart()
+            if self._common_loss.verifies:
+                self._verification.restart()
         values = self._stage_values if training else None
         with self._uncompiled_once(step), NULL_CONTEXT if values is None else values.step():
             if self.layout.processes > 1 and args[1:2] == (0,):
@@ -207,20 +209,19 @@ class SplitModel:
             return outputs
 
     def _uncompiled_once(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context in which compiled blocks run uncompiled, for the checks in a step method's first call.
+        """Return a context where compiled blocks run uncompiled, for the checks in a step method's first call.
 
-        In training until its window ends, since a backward recomputes what was not compiled. So do blocks that are
-        verified again, or whose attributes cannot be read.
+        In training until the window ends, because a backward recomputes as its forward has computed; also where blocks
+        are verified again, or attributes cannot be read.
         """
-        again = self._common_loss is not None and self._common_loss.verifies
-        again = again or (self._stage_values is not None and bool(self._stage_values.unread))
+        again = self._common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
         if step in self._called and not again:
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
         return torch.compiler.set_stance("force_eager") if has_compiled(self.module) else NULL_CONTEXT
 
     def losses(self) -> AbstractContextManager[Any]:
-        """Return the context in which losses are computed from logits that are sharded over processes."""
+        """Return the context for losses that are computed from sharded logits."""
         if not self._splits_losses:
             return NULL_CONTEXT
         from trainer.strategies.parallel.plan import split_losses
@@ -228,13 +229,12 @@ class SplitModel:
         return split_losses()
 
     def as_forward(self) -> AbstractContextManager[Any]:
-        """Return a context in which a backward recomputes as the forward has computed."""
+        """Return a context where a backward recomputes as its forward has computed."""
         return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
 
     def compare_loss(self, loss: torch.Tensor) -> None:
         """Raise ConfigError if the processes of one stage have different losses. Collective."""
-        if self._common_loss is not None:
-            self._common_loss.compare(loss)
+        self._common_loss.compare(loss)
 
     def exchange_values(self) -> None:
         """Find what a window has changed on some stages alone. Collective, after some windows."""
@@ -245,7 +245,7 @@ class SplitModel:
         """End the checks of the first window. Collective.
 
         Raises:
-            ConfigError: the processes of a layer have different gradients of what they all have full.
+            ConfigError: the gradients of replicated parameters differ between the processes of a layer.
         """
         self._called |= self._called_first
         self._called_first.clear()
@@ -266,19 +266,17 @@ class SplitModel:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def writes(self, name: str, tensor: Any = None) -> bool:
-        """Whether this process writes its part of a parameter, or of a tensor in its optimizer state."""
+    def writes(self, name: str, tensor: Any) -> bool:
+        """Whether this process writes its part of a parameter, or of a tensor in the parameter's optimizer state."""
         if self.pipeline is not None and not self.pipeline.writes(name):
             return False
         # A parameter outside of the plan has copies along the dimension "tensor".
-        return tensor is None or _is_split(tensor) or self.mesh.position("tensor") == 0
+        return _is_split(tensor) or self.mesh.position("tensor") == 0
 
     def shards(self, name: str, value: Any, known: dict[int, Shard]) -> Any:
         """Return a value that belongs to a parameter or buffer, or to no one (""), with its shards on this process."""
         from trainer.strategies.fsdp.dtensors import absent, as_shards, full_shard
 
-        if self.layout.processes == 1:
-            return as_shards(value, lambda tensor: True, known)
         if not self.is_here(name):
             return known.setdefault(id(value), absent(value))
         if self.pipeline is not None and name in self.pipeline.stage_of_buffer:
@@ -290,9 +288,8 @@ class SplitModel:
         """Return the optimizer's state with what other stages have of it, as shards without elements. Collective."""
         from trainer.strategies.fsdp.dtensors import absent_like, description
 
-        everywhere: dict[str, Any] = {}
-        for of_rank in self._processes.all_gather_object({name: description(of_one) for name, of_one in own.items()}):
-            everywhere = {**of_rank, **everywhere}
+        described = {name: description(of_one) for name, of_one in own.items()}
+        everywhere = ChainMap(*self._processes.all_gather_object(described))
         names = [name for group in groups for name in group["params"] if name in everywhere]
         return {name: own[name] if name in own else absent_like(everywhere[name]) for name in names}
 
@@ -304,4 +301,4 @@ class SplitModel:
 def _is_split(tensor: Any) -> bool:
     """Whether tensor parallelism has split a parameter."""
     mesh = getattr(tensor, "device_mesh", None)
-    return mesh is not None and "tensor" in (mesh.mesh_dim_names or ())
+    return mesh is not None and "tensor" in mesh.mesh_dim_names

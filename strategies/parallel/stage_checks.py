@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import (
     content,
     is_container,
@@ -21,22 +22,20 @@ from trainer.model.reachable import (
     same_content,
     tensors_in,
 )
-from trainer.strategies.parallel.one_reader import Marks, marks_of
+from trainer.strategies.parallel.one_reader import Marks, is_power_of_two, marks_of
 from trainer.strategies.parallel.verify import Inputs, Verification, rehearsal, tensors_left
-
-ADVICE = "Return it, or compute it outside of the blocks; or use another strategy."
 
 
 class StageChecks:
-    """Checks a stage's first batch, in which the parameters of other stages are NaN, and what its blocks leave.
+    """Checks a stage's first batch, where the parameters of other stages are NaN, and what its blocks leave behind.
 
     Args:
-        module: of which this process has a stage.
-        stage: its number.
+        module: the module; this process computes one stage.
+        stage: the number of that stage.
         elsewhere: names of the parameters of other stages.
         blocks: names of all blocks.
         shared: objects that several blocks know.
-        verify: see `FSDPStrategy`.
+        verification: of the model.
     """
 
     def __init__(
@@ -45,16 +44,16 @@ class StageChecks:
         stage: int,
         elsewhere: set[str],
         blocks: Iterable[str],
-        shared: Iterable[Any] = (),
-        verify: bool = True,
+        shared: Iterable[Any],
+        verification: Verification,
     ) -> None:
         self._module, self._stage, self._elsewhere, self._shared = module, stage, elsewhere, [*shared]
         within = tuple(f"{name}." for name in blocks)
         self._around = [n for n, _ in module.named_parameters() if n in elsewhere and not n.startswith(within)]
-        """Names of those that are outside of the blocks."""
-        self.verification = Verification("pipeline_parallel", verify)
+        """Names of the parameters outside of the blocks."""
+        self._verification = verification
         self._has_computed = self._has_trained = False
-        """True after the first forward, and the first of a training step."""
+        """True after the first forward, and after the first forward of a training step."""
         self._passed = torch.full((), torch.nan, device="cpu", requires_grad=True)
         """The outputs of blocks of earlier stages."""
         self._passed.register_hook(self._refuse_gradient)
@@ -62,31 +61,31 @@ class StageChecks:
     def pass_by(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a block of an earlier stage: return its input as NaN, to find what else depends on it.
 
-        In a later step its gradient is refused. The input is no NaN by itself where the weights before the blocks are
-        tied to others of this stage.
+        In a later step its gradient is refused. The input is a number where the weights before the blocks are tied to
+        weights of this stage.
         """
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        is_number = isinstance(hidden, torch.Tensor) and (hidden.is_floating_point() or hidden.is_complex())
-        return hidden + self._passed.to(hidden.device, hidden.dtype) if is_number else hidden
+        hidden = next(iter((*args, *kwargs.values())))
+        return hidden + self._passed.to(hidden.device, hidden.dtype) if takes_gradient(hidden) else hidden
 
     def _refuse_gradient(self, gradient: torch.Tensor) -> None:
         raise ConfigError(
             f"pipeline_parallel: in this step stage {self._stage} computes from the output of a block of an earlier "
-            "stage, which it does not have: between stages only the blocks' first argument travels. Compute what comes "
-            "after the blocks from the last one's output; or use another strategy."
+            "stage, but between stages only the blocks' first argument travels. Compute what comes after the blocks "
+            "from the output of the last one, or use another strategy."
         )
 
     def verify(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compute a block once without consequences, in the first call of each kind, and look at what it leaves.
+        """Compute a block once without consequences, in the first call of each kind, and check what it leaves behind.
 
         Raises:
-            ConfigError: others could compute from it: a tensor with a gradient, or what several blocks can read.
+            ConfigError: others could compute from what it leaves: a tensor with a gradient, or values in objects that
+                several blocks can read.
         """
-        if not self.verification.is_due(name, block, args, kwargs):
+        if not self._verification.is_due("pipeline_parallel", name, block, args, kwargs):
             return
         inputs: Inputs = without_caches(args), without_caches(kwargs)
         with rehearsal(block, inputs, in_float32=False):
-            own = map_leaves(inputs, _as_input)
+            own = map_tensors(inputs, _as_input)
             shared = [*self._shared, *filter(is_container, objects_behind(own, set()))]
             before = [*map(content, shared)]
             try:
@@ -99,8 +98,9 @@ class StageChecks:
         found += [f"a {type(one).__name__} that others read, too" for one in written]
         if found:
             raise ConfigError(
-                f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {found[0]}, and only what "
-                f"a block returns goes on to other processes. Keep with detach() what is only logged. {ADVICE}"
+                f"pipeline_parallel: {name} ({class_of(block).__name__}) leaves {found[0]}, and other processes get "
+                "only what a block returns. Return it, or compute it outside of the blocks, or use another strategy; "
+                "keep with detach() what is only logged."
             )
 
     def check_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
@@ -128,27 +128,24 @@ class StageChecks:
     def _depends(self, what: str, output: torch.Tensor) -> ConfigError:
         names = self._names_behind(output) or self._around or ["a tensor"]
         return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. If neither the batch "
-            f"nor a block has made it so, it depends on what another stage has: {first_of(names)}. "
-            "Between stages only the blocks' first argument travels: compute other inputs from the batch, in the block "
-            "or without parameters; register what comes before the blocks before them in the module, and what comes "
-            "after them after. In a model of somebody else, register it again, before fit: `last = decoder.norm; "
-            "del decoder.norm; decoder.norm = last`."
+            f"pipeline_parallel: {what} is not finite in the first batch on stage {self._stage}. Unless the batch or a "
+            f"block has made it so, it depends on what another stage has: {first_of(names)}. Between stages only the "
+            "blocks' first argument travels: compute other inputs from the batch, and register layers in the order in "
+            "which they run, before or after the blocks. In a model of somebody else, register it again, before fit: "
+            "`last = decoder.norm; del decoder.norm; decoder.norm = last`."
         )
 
     def _names_behind(self, output: torch.Tensor) -> list[str]:
-        """Return the names of other stages' parameters from which an output was computed."""
+        """Return the names of other stages' parameters that an output was computed from."""
         names = {id(p): name for name, p in self._module.named_parameters() if name in self._elsewhere}
         names[id(self._passed)] = "the outputs of blocks of earlier stages"
         variables = (id(getattr(node, "variable", None)) for node in nodes_behind([output.grad_fn]))
         return list(dict.fromkeys(names[one] for one in variables if one in names))
 
 
-def _as_input(one: Any) -> Any:
-    if not isinstance(one, torch.Tensor):
-        return one
-    copy = one.detach().clone()
-    return copy.requires_grad_().clone() if copy.is_floating_point() or copy.is_complex() else copy
+def _as_input(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_().clone() if takes_gradient(copy) else copy
 
 
 # -- values that only some stages have ---------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ class StageValues:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a forward in training."""
-        looks = self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0
+        looks = is_power_of_two(self._steps) or self._steps % 64 == 0
         self._steps += 1
         unread, self.unread = self.unread, {}
         before, _ = marks_of(self._module) if looks else ({}, {})
@@ -198,11 +195,11 @@ class StageValues:
             if (place, name) in own and len(values) == 1:
                 continue
             owner = self._owners[place]
-            self.unread.setdefault(id(owner), (owner, {}))[1][name] = (
+            _, errors = self.unread.setdefault(id(owner), (owner, {}))
+            errors[name] = (
                 f"pipeline_parallel: the training reads {f'{place}.{name}'.strip('.')}, which differs between the "
-                "processes of one model, because another stage has changed it in an earlier step. The last stage alone "
-                "computes what comes after the blocks. Compute the value before the blocks, or from their outputs; or "
-                "use another strategy."
+                "processes of one model, because another stage has changed it in an earlier step. Compute the value "
+                "before the blocks, since only the last stage runs the code after them, or use another strategy."
             )
 
 

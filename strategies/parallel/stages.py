@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 
 from torch import nn
@@ -29,25 +30,15 @@ def split_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -
     if len(parents) > 1:
         raise ConfigError(
             f"pipeline_parallel: the blocks of {type(module).__name__} are {describe_blocks(blocks)}, in several "
-            "lists, and a pipeline runs through one: name the class of one list's members by auto_wrap_policy, or use "
+            "lists, and a pipeline runs through one. Name the class of one list's members by auto_wrap_policy, or use "
             "another strategy (an encoder with a decoder cannot be a pipeline)."
         )
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    before, after = _sizes_around(module, blocks)
-    sizes[0] += before
-    sizes[-1] += after
-    ends = cut_blocks(sizes, stages)
-    return {name: next(stage for stage, end in enumerate(ends) if number < end) for number, name in enumerate(names)}
-
-
-def _sizes_around(module: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """Return the numbers of parameters before and after the blocks."""
     inside = {id(p) for block in blocks.values() for p in block.parameters()}
-    before, after = _parameters_around(module, blocks)
-    return (
-        sum(p.numel() for p in before.values() if id(p) not in inside),
-        sum(p.numel() for p in after.values() if id(p) not in inside),
-    )
+    for end, around in zip((0, -1), _parameters_around(module, blocks), strict=True):
+        sizes[end] += sum(p.numel() for key, p in around.items() if key not in inside)
+    ends = cut_blocks(sizes, stages)
+    return {name: bisect(ends, number) for number, name in enumerate(names)}
 
 
 def _parameters_around(
@@ -59,18 +50,19 @@ def _parameters_around(
     """
     names = list(blocks)
     order = [name for name, _ in module.named_modules()]
-    start = order.index(names[0])
+    inside, start = tuple(f"{block}." for block in names), order.index(names[0])
     before: dict[int, nn.Parameter] = {}
     after: dict[int, nn.Parameter] = {}
     for number, name in enumerate(order):
-        if any(f"{name}.".startswith(f"{block}.") for block in names):
+        own = {id(p): p for p in module.get_submodule(name).parameters(recurse=False)}
+        if f"{name}.".startswith(inside):
             continue
-        for parameter in module.get_submodule(name).parameters(recurse=False):
-            around = not name or names[0].startswith(f"{name}.")
-            if around or number < start:
-                before[id(parameter)] = parameter
-            if around or number > start:
-                after[id(parameter)] = parameter
+        if not name or names[0].startswith(f"{name}."):
+            before, after = before | own, after | own
+        elif number < start:
+            before |= own
+        else:
+            after |= own
     return before, after
 
 
@@ -82,9 +74,7 @@ def stages_of_parameters(
     for name, block in blocks.items():
         for parameter in block.parameters():
             needed[id(parameter)].add(stage_of_block[name])
-    before, after = _parameters_around(module, blocks)
-    for key in before:
-        needed[key].add(0)
-    for key in after:
-        needed[key].add(stages - 1)
+    for stage, around in zip((0, stages - 1), _parameters_around(module, blocks), strict=True):
+        for key in around:
+            needed[key].add(stage)
     return needed

@@ -6,8 +6,8 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.data.transfer import map_leaves
+from trainer.data.transfer import map_leaves, map_tensors
 from trainer.errors import ConfigError
 from trainer.float8.conversion import layers_in_8_bits
 from trainer.model.blocks import class_of, without_caches
+from trainer.model.gradients import takes_gradient
 from trainer.model.reachable import Held, global_containers, objects_behind, places, tensors_in
 from trainer.seed import isolated_rng, rng_state
-from trainer.strategies.parallel.one_reader import digest, is_dtensor
-from trainer.strategies.swapped_parameters import without_hooks
+from trainer.strategies.parallel.one_reader import as_real, digest, is_dtensor, local_part
+from trainer.strategies.swapped_parameters import gathering_hooks, without_hooks
 from trainer.strategy import eval_mode
 
 log = logging.getLogger("trainer")
@@ -42,36 +43,35 @@ Results = dict[str, torch.Tensor]
 
 
 class Verification:
-    """Calls a comparison of a block with the block in full, in the first call of each kind.
+    """Decides which calls of the blocks of a model are verified: the first of each kind.
 
     Calls are of one kind if they agree in the mode of the block and in the flags, texts and types among its arguments.
 
     Args:
-        option: the option that divides the block, for messages.
-        enabled: False: it compares nothing.
+        enabled: False: no call is verified.
     """
 
-    def __init__(self, option: str, enabled: bool = True) -> None:
-        self._option, self._enabled = option, enabled
-        self._verified = set[tuple[Any, ...]]()
+    def __init__(self, enabled: bool) -> None:
+        self._enabled, self._verified = enabled, set[tuple[Any, ...]]()
 
-    def is_due(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is the first of its kind.
+    def is_due(
+        self, option: str, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a call is the first of its kind under an option that divides the model.
 
         Raises:
-            ConfigError: torch.utils.checkpoint makes the call. Its backward would repeat the call, when what was around
-                the block in the forward has gone.
+            ConfigError: torch.utils.checkpoint makes the call. Its backward would repeat the call without the context
+                of the forward.
         """
         plain = (one if isinstance(one, (bool, str)) else type(one) for one in (*args, *kwargs.values()))
-        kind = name, block.training, *plain
+        kind = option, name, block.training, *plain
         if not self._enabled or torch.compiler.is_compiling() or kind in self._verified:
             return False
         self._verified.add(kind)
         if any(frame.f_code is _CHECKPOINT for frame, _ in traceback.walk_stack(None)):
             raise ConfigError(
-                f"{self._option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose "
-                "backward would call it out of turn: call the block itself, and give "
-                'Trainer(activation_checkpointing="auto").'
+                f"{option}: {name} ({class_of(block).__name__}) is called by torch.utils.checkpoint, whose "
+                'backward would call it out of turn. Call the block, and give Trainer(activation_checkpointing="auto").'
             )
         return True
 
@@ -88,11 +88,11 @@ def compare(
     run_under_layout: Callable[[Inputs], Results],
     group: dist.ProcessGroup | None = None,
 ) -> str:
-    """Compute a block in two ways, and return how the results differ by more than rounding, in words; "" if they don't.
+    """Compute a block in two ways, and describe a difference that is larger than rounding; "" if there is none.
 
     Both ways compute in float32 whatever the precision of the run, without dropout; in the run's dtypes only if the
     block has kernels for 16 bits alone. Two results are equal if each value agrees in half of the digits of that dtype,
-    measured by its own size and by the typical size of the result. What is not finite in full is not compared.
+    measured by its own size and by the typical size of the result. Values that are not finite in full are skipped.
 
     Args:
         name: of the block, for a warning.
@@ -107,8 +107,8 @@ def compare(
     except _FailedError as error:
         # The forward itself raises it, too, or the block works with parts of the features only.
         log.warning(
-            "%s cannot be computed in full (%s), and nothing verifies that it computes the same in parts: write "
-            "view(..., -1, head_size) in place of a process's number of heads, or compare the first losses with those "
+            "%s cannot be computed in full (%s), so nothing verifies that it computes the same in parts. Write "
+            "view(..., -1, head_size) in place of a process's number of heads, or compare the first losses with losses "
             "of one process",
             name,
             str(error).partition("\n")[0],
@@ -124,17 +124,17 @@ def compare(
         differences = {key: difference_of(found.get(key), *one, eps) for key, one in _with_sizes(expected, eps).items()}
         worst = max(differences, key=lambda key: float(differences[key]))
         share = differences[worst]
-        words = f"{worst} is wrong by {float(share):.1%}, which is no rounding"
+        words = f"{worst} is wrong by {float(share):.1%}, more than by rounding"
     if group is not None:  # a part may be right on one process and wrong on another one
         dist.all_reduce(share, op=dist.ReduceOp.MAX, group=group)
     return words if share else ""
 
 
 def _with_sizes(results: Results, eps: float) -> dict[str, tuple[torch.Tensor, float]]:
-    """Return each result with the typical size of its values, by which rounding is measured.
+    """Return each result with the typical size of its values, to measure rounding errors.
 
-    A weight's gradient that should be 0, such as of a bias of keys, consists of rounding errors: a part of the typical
-    size of the largest one counts, too.
+    A weight's gradient that should be 0, such as of a bias of keys, consists of rounding errors, so a fraction of the
+    typical size of the largest gradient is added.
     """
     sizes = {key: float(one.nan_to_num(0, 0, 0).abs().mean()) for key, one in results.items()}
     largest = max((size for key, size in sizes.items() if key.startswith(GRADIENT)), default=0.0)
@@ -143,13 +143,13 @@ def _with_sizes(results: Results, eps: float) -> dict[str, tuple[torch.Tensor, f
 
 
 def difference_of(found: torch.Tensor | None, expected: torch.Tensor, size: float, eps: float) -> torch.Tensor:
-    """Return the norm of a difference as a share of that of `expected`; 0 if all values are equal but for rounding.
+    """Return the norm of a difference relative to the norm of `expected`; 0 if all values are equal but for rounding.
 
     A result that is missing, or of another shape, differs infinitely.
 
     Args:
         size: the typical size of the values.
-        eps: of the dtype in which they were computed.
+        eps: the `eps` of the dtype that computed them.
     """
     if found is None or found.shape != expected.shape:
         return torch.full((), torch.inf, device=expected.device)
@@ -165,21 +165,21 @@ def results_of(
     block: nn.Module,
     inputs: Inputs,
     forward: Callable[..., Any],
-    parameters: Mapping[str, nn.Parameter] | None = None,
+    parameters: Mapping[str, nn.Parameter],
     of_arguments: bool = True,
 ) -> Results:
     """Call a block twice; return its outputs, the buffers and tensors with a gradient that it leaves, and gradients.
 
-    The second call reads what the first one keeps. The gradients are those of a weighted sum of the outputs.
+    The second call reads what the first one keeps. The gradients are of a weighted sum of the outputs.
 
     Args:
         block: in a rehearsal, so that nothing of this stays.
         forward: of the block.
-        parameters: names and parameters of which there are gradients.
+        parameters: parameters by name whose gradients are wanted.
         of_arguments: return the gradients of arguments, too.
     """
-    leaf_args, leaf_kwargs, of_inputs = _with_leaves(inputs, of_arguments)
-    leaves = {**{f"{GRADIENT}{name}": p for name, p in (parameters or {}).items()}, **of_inputs}
+    leaf_inputs, of_inputs = _with_leaves(inputs, of_arguments)
+    leaves = {**{f"{GRADIENT}{name}": p for name, p in parameters.items()}, **of_inputs}
     known: list[Any] = []
 
     def as_copy(one: Any) -> Any:
@@ -189,11 +189,12 @@ def results_of(
     found: Results = {}
     calls, total = list[Inputs](), torch.zeros((), device="cpu")
     for call in ("", " in a second call"):
-        calls.append((map_leaves(leaf_args, as_copy), map_leaves(leaf_kwargs, as_copy)))
-        outputs = tensors_in(forward(*calls[-1][0], **calls[-1][1]))
+        args, kwargs = map_leaves(leaf_inputs, as_copy)
+        calls.append((args, kwargs))
+        outputs = tensors_in(forward(*args, **kwargs))
         known += outputs
         found |= {f"{OUTPUT}{f' {place}' if place > 1 else ''}{call}": one for place, one in enumerate(outputs, 1)}
-        first = _numbers(outputs[0])
+        first = as_real(local_part(outputs[0]))
         weights = torch.cos(torch.arange(first.shape[-1:].numel(), device=first.device))
         total = total.to(first.device) + (first * weights).sum()
     found |= {f"{LEFT}{words}": one for words, one in tensors_left(block, calls, known).items()}
@@ -202,25 +203,23 @@ def results_of(
         gradients = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
         full = (one.full_tensor() if is_dtensor(one) else one for one in gradients)
         found |= dict(zip(leaves, full, strict=True))
-    numbers = {key: _numbers(one).detach() for key, one in found.items() if one.device.type != "meta"}
+    numbers = {key: as_real(local_part(one)).detach() for key, one in found.items() if one.device.type != "meta"}
     return {key: one.float() for key, one in numbers.items() if one.is_floating_point()}
 
 
-def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Any, Any, Results]:
-    """Return copies of the arguments of a block, and those of which there are gradients, also the first one."""
+def _with_leaves(inputs: Inputs, with_gradients: bool) -> tuple[Inputs, Results]:
+    """Return copies of the arguments of a block, and the first one and the ones that require gradients as leaves."""
     number, leaves = 0, dict[str, torch.Tensor]()
 
-    def as_leaf(one: Any) -> Any:
+    def as_leaf(one: torch.Tensor) -> torch.Tensor:
         nonlocal number
-        if not isinstance(one, torch.Tensor):
-            return one
         number += 1
         leaf = one.detach().clone()
         if with_gradients and (one.requires_grad or (number == 1 and leaf.is_floating_point())):
             leaves[f"{IN_ARGUMENT}{number}"] = leaf.requires_grad_()
         return leaf
 
-    return map_leaves(inputs[0], as_leaf), map_leaves(inputs[1], as_leaf), leaves
+    return map_tensors(inputs, as_leaf), leaves
 
 
 def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
@@ -239,19 +238,16 @@ def tensors_left(block: nn.Module, inputs: Any, known: list[Any]) -> Results:
     return found
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    own = tensor.to_local() if is_dtensor(tensor) else tensor
-    return torch.view_as_real(own) if own.is_complex() else own
-
-
 # -- a forward without consequences ------------------------------------------------------------------------------------
 
 
 def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results]) -> tuple[Results, bool, bool]:
     """Return the results, whether they were computed in float32, and whether in evaluation.
 
-    The block has its mode, but evaluates if it draws random numbers in training: parts of a tensor have others than all
-    of it.
+    The block keeps its mode, unless it draws random numbers in training, which differ between a part and a full tensor.
+
+    Raises:
+        _FailedError: the block raises an error in every attempt.
     """
     for in_float32, evaluates in (True, False), (True, True), (False, True):
         try:
@@ -266,7 +262,7 @@ def _in_full(block: nn.Module, inputs: Inputs, run: Callable[[Inputs], Results])
 
 
 class _FailedError(Exception):
-    """A block cannot be computed in a way."""
+    """A block cannot be computed in one of the ways."""
 
 
 def _run(
@@ -294,7 +290,7 @@ def rehearsal(
     with equal rows which of them it takes.
 
     Args:
-        inputs: the arguments of the block, in which objects may hold what it writes.
+        inputs: the arguments of the block, including objects that it writes to.
         in_float32: compute in float32 what the run computes in fewer bits.
         evaluates: all of the block is in eval mode, not only torch's layers, such as dropout.
 
@@ -307,7 +303,7 @@ def rehearsal(
         stack.enter_context(eval_mode(block))
         for child, training in modes.items():
             child.training = training and not evaluates and not class_of(child).__module__.startswith("torch.")
-        held = Held(block, inputs, math.inf)  # here, because what a block holds is that of this mode by now
+        held = Held(block, inputs, math.inf)  # after the change of modes, which it keeps
         for context in (torch.enable_grad(), isolated_rng(device), held.put_back(), _gathered(block)):
             stack.enter_context(context)
         if in_float32:
@@ -323,12 +319,10 @@ def _gathered(block: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     units = [unit for unit in block.modules() if unit is not block and isinstance(unit, FSDPModule)]
-    states: list[Any] = [unit._get_fsdp_state() for unit in units]
-    hooks = [handle for one in states for handle in (one._pre_forward_hook_handle, one._post_forward_hook_handle)]
     for unit in units:
         unit.unshard()
     try:
-        with without_hooks(hooks):
+        with without_hooks(gathering_hooks(units)):
             yield
     finally:
         for unit in units:
@@ -351,7 +345,7 @@ def _computing_in_float32(block: nn.Module, device: torch.device) -> Iterator[No
 
 
 class _Float32Casts(TorchDispatchMode):
-    """Has the casts of a block to 16 bits, and those of an autocast of its own, end in float32."""
+    """Has a block cast to float32 where it casts to 16 bits, also within its own autocast."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -367,7 +361,7 @@ def _in_float32(one: Any) -> Any:
 def _other_weight(parameter: nn.Parameter, in_float32: bool) -> nn.Parameter:
     """Return a parameter with other values: plain ones with another change of each value, split ones with the same."""
     value = parameter.detach()
-    if not (value.is_floating_point() or value.is_complex()):
+    if not takes_gradient(value):
         return parameter
     value = (_in_float32(value) if in_float32 else value) + 0.02
     if not is_dtensor(value):
@@ -376,14 +370,26 @@ def _other_weight(parameter: nn.Parameter, in_float32: bool) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-@contextmanager
-def replaced_parameters(block: nn.Module, choose: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+def replaced_parameters(
+    block: nn.Module, choose: Callable[[nn.Parameter], nn.Parameter]
+) -> AbstractContextManager[None]:
     """Give a block the parameters that `choose` returns for its own, for a while."""
-    tables = [(owner._parameters, dict(owner._parameters)) for owner in block.modules()]
-    for table, own in tables:
-        table.update({name: choose(parameter) for name, parameter in own.items() if parameter is not None})
+    tables = [owner._parameters for owner in block.modules()]
+    return filled([(table, {name: None if p is None else choose(p) for name, p in table.items()}) for table in tables])
+
+
+@contextmanager
+def filled(contents: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> Iterator[None]:
+    """Give dicts other contents, for a while."""
+    before = [(table, dict(table)) for table, _ in contents]
+    _fill(contents)
     try:
         yield
     finally:
-        for table, own in tables:
-            table.update(own)
+        _fill(before)
+
+
+def _fill(contents: Sequence[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
+    for table, wanted in contents:
+        table.clear()
+        table.update(wanted)

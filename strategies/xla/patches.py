@@ -20,7 +20,7 @@ def recompute(block: nn.Module) -> Undo:
     """Have a block recompute its activations in the backward pass, with torch_xla's own function; returns the undo.
 
     torch's function does not support the device. torch_xla's restores the seed from the beginning of the step, not of
-    this block, so dropout would draw other numbers when it recomputes: here each call has a seed of its own.
+    this block, so dropout would draw other numbers when it recomputes: here each call has its own seed.
     """
     import torch_xla.core.xla_model as xm
     from torch_xla.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def recompute(block: nn.Module) -> Undo:
                 for norm in norms:
                     norm.track_running_stats = True
 
-        # A method of the block: then its weights are kept apart from those of the first pass, too.
+        # A method of the block: then its weights are kept apart from the first pass's weights, too.
         outputs = checkpoint(MethodType(seeded, block), *args, preserve_rng_state=False)
         advance_seed()
         return outputs
@@ -114,7 +114,8 @@ def _corrected(norm: _BatchNorm, momentum: float) -> list[Undo]:
             before.append(norm.running_var.clone())
 
     def correct(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if before and norm.running_var is not None:
+        if before:
+            assert norm.running_var is not None
             values = output.numel() // output.shape[1]
             kept = before.pop() * (1 - momentum)
             # `.data`: the backward pass has saved the buffer, though it makes no use of its values in training.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -109,9 +109,11 @@ def shapes_of(batch: Any, where: str = "batch") -> list[tuple[str, tuple[int, ..
     """Return the places of the tensors in a nested batch, with their shapes."""
     if isinstance(batch, torch.Tensor):
         return [(where, tuple(batch.shape))]
-    parts = (
-        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
-    )
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        parts = enumerate(batch)
     return [shape for key, value in parts for shape in shapes_of(value, f"{where}[{key!r}]")]
 
 

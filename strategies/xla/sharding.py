@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class SpmdMesh:
         return tuple(spec)
 
     def materialize(self, tensors: list[torch.Tensor]) -> None:
-        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers as they are."""
+        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers unchanged."""
         if tensors:
             self._xm.unlazy(tensors)
             self._xm.wait_device_ops()
@@ -101,20 +100,13 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
 
     Moving to a device of another kind makes new parameters, one for each place.
     """
-    owners = shared_parameters(module)
-    module.to(device)
-    for first, *others in owners:
-        owner, name = first
-        for other, other_name in others:
-            kept = getattr(owner, name)
-            (other._parameters if isinstance(kept, nn.Parameter) else other._buffers)[other_name] = kept
-
-
-def shared_parameters(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
-    """Return, for each parameter and buffer in several places, the submodules that hold it and its name there."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for submodule in module.modules():
-        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
-            if tensor is not None:
-                owners.setdefault(id(tensor), []).append((submodule, name))
-    return [found for found in owners.values() if len(found) > 1]
+        for table in (submodule._parameters, submodule._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, name))
+    module.to(device)
+    for (first, name), *others in places.values():
+        for table, other in others:
+            table[other] = first[name]

@@ -20,17 +20,17 @@ from trainer.checkpoint.optimizer_state import state_by_name
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.distributed.tpu import torch_xla_problem
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, problems_found, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.swapped_parameters import SwappedParameters
+from trainer.strategies.swapped_parameters import SwappedParameters, SwapsParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
-from trainer.strategy import StepOptions, Strategy, override_problems
+from trainer.strategy import StepOptions, override_problems
 
 log = logging.getLogger("trainer")
 
@@ -40,11 +40,11 @@ DEVICE_USED = (
 )
 BACKWARD_RAN = (
     "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. "
-    "Train in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
+    "Train in a separate process; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
 )
 
 
-class XlaStrategy(Strategy):
+class XlaStrategy(SwapsParameters):
     """Data parallel over all devices by SPMD: one process, one program that XLA partitions over the devices.
 
     A micro-batch is the global one: its first dimension is sharded over the devices, and everything else, batch norm
@@ -86,25 +86,27 @@ class XlaStrategy(Strategy):
         module: TrainModule | None = None,
     ) -> list[str]:
         problem = torch_xla_problem()
-        problems = [f"strategy {self.name!r}: {problem}"] if problem else []
-        problems += override_problems(module, self.name)
-        if device_type != "xla":
-            problems.append(
+        lacks_precision = precision.float8 is not None or precision.loss_scaling or precision.weights is torch.float16
+        return override_problems(module, self.name) + problems_found(
+            (problem, f"strategy {self.name!r}: {problem}"),
+            (
+                device_type != "xla",
                 f"strategy {self.name!r} runs on torch_xla's devices, not on {device_type!r}: leave accelerator out, "
                 "or, where TorchTPU is installed, use strategy='ddp' or 'fsdp'. To try it on a CPU, set the "
-                "environment variables PJRT_DEVICE=CPU CPU_NUM_DEVICES=4."
-            )
-        if num_processes > 1:
-            problems.append(
+                "environment variables PJRT_DEVICE=CPU CPU_NUM_DEVICES=4.",
+            ),
+            (
+                num_processes > 1,
                 f"strategy {self.name!r} drives all devices from one process, and {num_processes} are asked for. "
-                "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
-                "devices='auto', and start one process."
-            )
-        if precision.float8 is not None or precision.loss_scaling or precision.weights is torch.float16:
-            problems.append(f"TPUs do not compute in precision {precision.name!r}: use precision='bf16-mixed'.")
-        if problem is None and _device_was_used_without_spmd():
-            problems.append(DEVICE_USED)
-        return problems
+                "Several processes on CPU devices would not talk to each other: each would train alone. Use "
+                "devices='auto', and start one process.",
+            ),
+            (
+                lacks_precision,
+                f"TPUs do not compute in precision {precision.name!r}: use precision='bf16-mixed'.",
+            ),
+            (problem is None and _device_was_used_without_spmd(), DEVICE_USED),
+        )
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class XlaStrategy(Strategy):
         self.mesh = SpmdMesh()
         self.device = self.mesh.device
         _check_backward(self.device)
-        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays as it is.
+        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays unchanged.
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
@@ -167,18 +169,6 @@ class XlaStrategy(Strategy):
     def spec(self, tensor: torch.Tensor) -> Spec:
         """Return how a weight or buffer is sharded over the devices."""
         return (None,) * tensor.dim()
-
-    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
-        raise_problems(
-            [
-                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses all of the step anyway: "
-                "leave fused out."
-                for optimizer in optimizers
-                if any(group.get("fused") for group in optimizer.param_groups)
-            ],
-            "configure_optimizers",
-        )
-        return optimizers
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -240,11 +230,6 @@ class XlaStrategy(Strategy):
         import torch_xla
 
         torch_xla.sync()
-
-    def full_parameters(
-        self, module: nn.Module, write: bool, on_rank_zero: bool = False
-    ) -> AbstractContextManager[None]:
-        return self._full.block(module, write, on_rank_zero)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

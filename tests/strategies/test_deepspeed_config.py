@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from pathlib import Path
@@ -117,7 +116,7 @@ def test_a_json_is_taken_unmodified_and_all_its_keys_pass_through(name: str, as_
     read = read_config(str(tmp_path / "ds.json") if as_file else given)
     assert config_problems(read, AgreedSettings(precision=PRECISIONS[precision])) == []
 
-    resolved = resolve_config(read, facts).config
+    resolved = resolve_config(read, facts)
 
     def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         for key, value in one.items():
@@ -140,7 +139,7 @@ def test_a_json_is_taken_unmodified_and_all_its_keys_pass_through(name: str, as_
 
 
 def test_buckets_follow_from_the_width_of_the_model_as_in_accelerate() -> None:
-    zero = resolve_config(json.loads(ZERO_3), run(precision=PRECISIONS["16-mixed"])).config["zero_optimization"]
+    zero = resolve_config(json.loads(ZERO_3), run(precision=PRECISIONS["16-mixed"]))["zero_optimization"]
     assert zero["reduce_bucket_size"] == 64 * 64
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
     assert zero["stage3_param_persistence_threshold"] == 640
@@ -148,15 +147,14 @@ def test_buckets_follow_from_the_width_of_the_model_as_in_accelerate() -> None:
 
 def test_without_a_width_they_are_deepspeeds_own() -> None:
     resolved = resolve_config(json.loads(ZERO_3), run(precision=PRECISIONS["16-mixed"], hidden_size=None))
-    zero = resolved.config["zero_optimization"]
-    assert any("hidden_size" in note and "reduce_bucket_size" in note for note in resolved.notes)
+    zero = resolved["zero_optimization"]
     assert not {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"} & zero.keys()
 
 
 def test_what_is_resolved_is_what_deepspeed_reads(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    resolved = resolve_config(json.loads(ZERO_2), run(precision=PRECISIONS["16-mixed"], world_size=1)).config
+    resolved = resolve_config(json.loads(ZERO_2), run(precision=PRECISIONS["16-mixed"], world_size=1))
     write_config(resolved, tmp_path)
     read = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text()))
     assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (12, 4, 3)
@@ -174,9 +172,9 @@ def test_no_json_is_a_configuration_too() -> None:
     resolved = resolve_config(
         {}, run(stage=1, offload_optimizer="cpu", clip_norm=0.5, precision=PRECISIONS["bf16-mixed"])
     )
-    assert resolved.config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    assert resolved.config["gradient_clipping"] == 0.5
-    assert resolved.config["bf16"] == {"enabled": True}
+    assert resolved["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert resolved["gradient_clipping"] == 0.5
+    assert resolved["bf16"] == {"enabled": True}
 
 
 @pytest.mark.parametrize(
@@ -185,13 +183,13 @@ def test_no_json_is_a_configuration_too() -> None:
 )
 def test_auto_precision_is_the_trainers(precision: str, enabled: list[str]) -> None:
     given = {"fp16": {"enabled": "auto", "loss_scale": "auto"}, "bf16": {"enabled": "auto"}}
-    config = resolve_config(given, run(precision=PRECISIONS[precision])).config
+    config = resolve_config(given, run(precision=PRECISIONS[precision]))
     assert [name for name in ("fp16", "bf16") if config[name]["enabled"]] == enabled
     assert "loss_scale" not in config["fp16"]
 
 
 def test_a_batch_size_that_multiplies_out_says_the_micro_batch_where_the_loader_does_not() -> None:
-    config = resolve_config({"train_batch_size": 24}, run(micro_batch=None)).config
+    config = resolve_config({"train_batch_size": 24}, run(micro_batch=None))
     assert config["train_micro_batch_size_per_gpu"] == 4
 
 
@@ -203,13 +201,13 @@ def test_the_rate_is_the_modules_even_when_a_schedule_has_begun() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     given = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": "auto"}}}
-    assert "optimizer" not in resolve_config(given, run(optimizer=optimizer)).config
+    assert "optimizer" not in resolve_config(given, run(optimizer=optimizer))
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw", "auto"])
 def test_an_optimizer_that_is_the_modules_is_no_contradiction(kind: str) -> None:
     given = {"optimizer": {"type": kind, "params": {"lr": 3e-4, "torch_adam": True}}}
-    assert "torch_adam" in resolve_config(given, run()).notes[0]
+    assert "optimizer" not in resolve_config(given, run())
 
 
 @pytest.mark.parametrize(
@@ -230,26 +228,19 @@ WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "
 def test_a_schedule_of_autos_is_the_modules_and_is_not_given_to_the_engine() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw(), lambda step: 1.0)
     given = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}
-    assert "scheduler" not in resolve_config(given, run(schedulers=[schedule])).config
+    assert "scheduler" not in resolve_config(given, run(schedulers=[schedule]))
 
 
-def test_a_schedule_that_the_module_has_not_is_reported_with_the_line_to_write() -> None:
+def test_a_schedule_that_would_have_no_effect_is_reported() -> None:
     from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
-    text = problems_of(WARMUP)
-    line = text.split("Return it there: ")[1].split("; return")[0]
-    assert "configure_optimizers returned no schedule" in text
     optimizer = adamw()
-    names: dict[str, Any] = {
-        "optimizer": optimizer,
-        "self": SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=100)),
-    }
-    exec(line, names)  # the message's advice works
-    assert isinstance(names["schedule"], WarmupDecayLR)
-    assert resolve_config(WARMUP, run(optimizer=optimizer, schedulers=[names["schedule"]]))
-    other = copy.deepcopy(WARMUP)
-    other["scheduler"]["params"]["warmup_num_steps"] = 11
-    assert "WarmupDecayLR" in problems_of(other, optimizer=optimizer, schedulers=[names["schedule"]])
+    schedule = WarmupDecayLR(optimizer, total_num_steps=100, warmup_num_steps=10)
+    of_autos = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    advice = "Return it there (from deepspeed.runtime.lr_schedules import WarmupDecayLR)"
+    assert advice in problems_of(WARMUP, optimizer=optimizer, schedulers=[schedule])
+    assert advice in problems_of(of_autos, optimizer=optimizer)
+    assert resolve_config(of_autos, run(optimizer=optimizer, schedulers=[schedule]))
 
 
 # -- contradictions ----------------------------------------------------------------------------------------------------
@@ -349,5 +340,5 @@ def test_the_width_is_found_in_the_config_of_a_model_inside_the_module() -> None
 
 @pytest.mark.parametrize("given", [None, {"timers": {"throughput": {"enabled": True}}}, {"timers": {"throughput": {}}}])
 def test_the_throughput_timer_waits_for_the_device_only_if_asked(given: Any) -> None:
-    config = resolve_config(given or {}, run()).config
+    config = resolve_config(given or {}, run())
     assert config["timers"]["throughput"]["enabled"] is bool(given and given["timers"]["throughput"])

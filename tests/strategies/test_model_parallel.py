@@ -36,11 +36,11 @@ from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.parallel.messages import Neighbour
-from trainer.strategies.parallel.plan import find_plan, needs_newer_torch, resolve_plan
+from trainer.strategies.parallel.plan import find_plan, resolve_plan
 from trainer.strategies.parallel.plan_check import PlanCheck
 from trainer.strategies.parallel.refusals import refuse_collecting
 from trainer.strategies.parallel.stage_checks import StageChecks
-from trainer.strategies.parallel.verify import difference_of
+from trainer.strategies.parallel.verify import Verification, difference_of
 from trainer.strategy import StepOptions
 
 TWO = ("TP x2", "CP x2", "PP x2")
@@ -980,7 +980,7 @@ class Uneven(Small):
 
 CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
 REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
-    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, which mixes tokens in a way of its own"),
+    "recurrent layers": (CP, Small, Recurrent, "blocks.0.gru is of class GRU, which mixes tokens in another way"),
     "heads that cannot be exchanged": (
         {**CP, "context_exchange": "heads"},
         Small,
@@ -989,7 +989,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     ),
     "an encoder and a decoder": (PP, Encoded, Attending, "in several lists, and a pipeline runs through one"),
     "fewer blocks than stages": (PP, OneBlock, Attending, "pipeline_parallel=2 needs at least 2 repeated blocks"),
-    "packed weights": (TP, Packed, Attending, "is no style"),
+    "packed weights": (TP, Packed, Attending, "is not a style"),
     "ties that are split apart": (TP, TiedApart, Attending, "are one weight, and are split differently"),
     "a fixed number of heads": (TP, Planned, FixedHeads, "view heads as -1"),
     "LBFGS with parts of layers": (TP, ClosedPlan, Attending, "LBFGS with tensor_parallel=2: it evaluates the loss"),
@@ -1021,7 +1021,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
     "a fused layer": (TP, Planned, Fused, "(a fused qkv, gate and up)"),
     "a fused layer that reads parts of sequences": (TP, Sequences, Fused, "(a fused qkv, gate and up)"),
-    "positions of parts of sequences": (TP, Sequences, OwnPositions, "lengths of the block's own are those of a part"),
+    "positions of parts of sequences": (TP, Sequences, OwnPositions, "pass positions and lengths as arguments"),
     "a fused layer that begins with zeros": (TP, Planned, FusedZeros, "(a fused qkv, gate and up)"),
     "numbers by the count of heads": (TP, Planned, Sloped, "that go by the count of heads"),
     "a norm of split heads": (TP, Planned, Normed, "the gradient of norm."),
@@ -1035,7 +1035,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], str]] = {
     "a loss of split features that blocks keep": (TP, PlannedKept, KeepsPart, "what it leaves in kept is wrong by"),
     "a loss of split features that blocks return": (TP, PlannedReturned, ReturnsPart, "its output 2 is wrong by"),
     "a pair of layers outside of the blocks": (TP, PlannedAround, Attending, "tail (Softmaxed) does not compute the"),
-    "weights that are computed": (TP, Planned, WeightNormed, "the weight of blocks.0.out is computed from"),
+    "weights that are computed": (TP, Planned, WeightNormed, "blocks.0.out is of class ParametrizedLinear from"),
     "split layers that the module recomputes": (TP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "parts of sequences that it recomputes": (CP, Checkpointed, Attending, "is called by torch.utils.checkpoint"),
     "an input that is no argument": (CP, PutIntoBlocks, ReadsMean, "is none of its arguments: pass it as one"),
@@ -1164,8 +1164,8 @@ def test_what_modules_and_plans_say_is_reported_at_the_start(refusals: Any) -> N
 def test_split_features_that_nothing_compares_are_named(caplog: pytest.LogCaptureFixture) -> None:
     module = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "tail": Softmaxed()})
     styles = resolve_plan(module, {"up": "colwise", "down": "rowwise", **PlannedAround.tensor_parallel_plan}, 2)
-    PlanCheck(module, styles, None).watch({}, {})  # type: ignore[arg-type]
-    assert "what is computed between up and the next layer is in no module without others" in caplog.text
+    PlanCheck(module, styles, None, Verification(True)).watch({}, {})  # type: ignore[arg-type]
+    assert "nothing compares what is computed between up and the next layer" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1278,7 +1278,7 @@ def test_what_models_collect_from_their_blocks_is_refused_and_so_is_generating()
 
 
 def test_outputs_of_earlier_stages_stay_nan() -> None:
-    first, hidden = StageChecks(nn.Linear(1, 1), 1, set(), []), torch.ones(2)
+    first, hidden = StageChecks(nn.Linear(1, 1), 1, set(), [], [], Verification(True)), torch.ones(2)
     assert first.pass_by(hidden).isnan().all()
     first.end_forward(None, is_loss=False)
     assert first.pass_by(hidden).isnan().all()
@@ -1385,15 +1385,6 @@ def test_a_plan_that_splits_sequences_is_refused_with_context_parallel() -> None
     strategy = FSDPStrategy(tensor_parallel=2, context_parallel=2)
     (problem,) = strategy.problems(PRECISIONS["32-true"], "cpu", 4, None, Sequences(Attending()))
     assert "a style of tensor_parallel_plan that splits sequences, too" in problem
-
-
-@pytest.mark.parametrize(("version", "refused"), [("2.9.1+cu128", True), ("2.13.0+cpu", False)])
-def test_a_head_after_norms_of_parts_of_sequences_is_refused_where_torch_cannot(version: str, refused: bool) -> None:
-    styles = Sequences.tensor_parallel_plan.values()
-    assert [
-        f"after 'sequence_parallel' needs a newer torch than {version}" in p for p in needs_newer_torch(styles, version)
-    ] == ([True] * refused)
-    assert needs_newer_torch(Planned.tensor_parallel_plan.values(), version) == []
 
 
 def test_manual_optimization_is_refused_with_a_pipeline() -> None:

@@ -24,8 +24,8 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     """Have linear layers compute in 8 bits, in place, with the same parameters; the log says which do not, and why.
 
     Weights, activations and gradients are scaled by their largest value and rounded in each product
-    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear compute in a way of their own, and
-    stay as they are.
+    (https://github.com/pytorch/ao/tree/main/torchao/float8). Subclasses of nn.Linear, which may compute something else,
+    stay unchanged.
 
     Raises:
         ConfigError: no layer can.
@@ -36,7 +36,7 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     fits = [path for path in whole if type(linear[path]) is nn.Linear]
     if not fits:
         raise ConfigError(
-            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {multiple}, "
+            f"precision={name!r}: no nn.Linear of {type(module).__name__} has sizes that are multiples of {multiple}, "
             "and only these compute in 8 bits: use 'bf16-mixed', or other sizes."
         )
     native = has_float8(recipe)
@@ -92,16 +92,15 @@ def has_float8(recipe: str) -> bool:
 
 def restore_linear_layers(module: nn.Module) -> None:
     """Undo `convert_linear_layers`, which an earlier run may have done."""
-    for child in module.modules():
-        if _is_converted(child, "MXLinear"):
-            child.__class__ = nn.Linear
-            del child.product
-    _restore(module, [name for name, child in _layers_of_torchao(module)])
+    for _, child in _converted(module, "MXLinear"):
+        child.__class__ = nn.Linear
+        vars(child).pop("product", None)  # a layer under two names comes twice
+    _restore(module, [name for name, _ in _converted(module, "Float8Linear")])
 
 
 def restore_odd_parts(module: nn.Module) -> None:
     """Undo `convert_linear_layers` where a part of a split weight has sizes that GPUs do not multiply."""
-    odd = [name for name, child in _layers_of_torchao(module) if _has_odd_parts(child.weight)]
+    odd = [name for name, child in _converted(module, "Float8Linear") if _has_odd_parts(child.weight)]
     _restore(module, odd)
     if odd:
         log.info("not in 8 bits, because sizes of their parts are not multiples of %d: %s", ROWS, first_of(odd))
@@ -109,13 +108,16 @@ def restore_odd_parts(module: nn.Module) -> None:
 
 def layers_in_8_bits(module: nn.Module) -> list[Any]:
     """Return the layers that `convert_linear_layers` has made."""
-    kinds = ("MXLinear", "Float8Linear")
-    return [child for child in module.modules() if any(_is_converted(child, kind) for kind in kinds)]
+    return [child for _, child in _converted(module, "MXLinear", "Float8Linear")]
 
 
-def _layers_of_torchao(module: nn.Module) -> list[tuple[str, Any]]:
-    layers = module.named_modules(remove_duplicate=False)
-    return [(name, child) for name, child in layers if _is_converted(child, "Float8Linear")]
+def _converted(module: nn.Module, *kinds: str) -> list[tuple[str, Any]]:
+    """Return the layers of these classes of `trainer.float8.layers`, by all their names."""
+    layers = sys.modules.get("trainer.float8.layers")
+    if layers is None:  # not imported: nothing was converted
+        return []
+    classes = tuple(getattr(layers, kind) for kind in kinds)
+    return [(name, child) for name, child in module.named_modules(remove_duplicate=False) if isinstance(child, classes)]
 
 
 def _restore(module: nn.Module, names: list[str]) -> None:
@@ -125,11 +127,6 @@ def _restore(module: nn.Module, names: list[str]) -> None:
         if id(layer) not in restored:
             restored[id(layer)] = _restored(layer)
         module.set_submodule(name, restored[id(layer)])
-
-
-def _is_converted(layer: nn.Module, kind: str) -> bool:
-    layers = sys.modules.get("trainer.float8.layers")  # not imported: nothing was converted
-    return layers is not None and isinstance(layer, getattr(layers, kind))
 
 
 def _has_odd_parts(weight: Any) -> bool:

@@ -39,7 +39,7 @@ def in_full_rows(product: Callable[[torch.Tensor], torch.Tensor], input: torch.T
     """Return `product(input)`, computed with zeros up to a number of rows that is a multiple of `multiple`.
 
     The gradient of a weight is a product over the rows. Zeros add nothing to it, nor to a largest value. An expert that
-    no token has chosen gets no rows, which have no largest value.
+    no token has chosen gets a row of zeros, because the largest value of nothing is not defined.
 
     Args:
         input: (..., features).
