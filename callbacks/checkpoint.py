@@ -72,8 +72,8 @@ class ModelCheckpoint(Checkpoint):
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
-        train_time_interval: write after so much time, given as `max_time` is; checked every `log_every_n_steps` steps
-            on several processes.
+        train_time_interval: write after so much time, given as `max_time` is; 0: not by time. On several processes the
+            time is checked every `log_every_n_steps` steps.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full, network down) ends the run; "warn":
@@ -141,9 +141,7 @@ class ModelCheckpoint(Checkpoint):
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
         self.seconds = None
         if train_time_interval is not None:
-            self.seconds = read_duration(train_time_interval, "train_time_interval")
-            if self.seconds == 0:
-                raise ConfigError(f"train_time_interval={train_time_interval!r}: give a time above 0.")
+            self.seconds = read_duration(train_time_interval, "train_time_interval") or None
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -253,7 +251,7 @@ class ModelCheckpoint(Checkpoint):
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
         import yaml
 
-        path = local_path(self._path("best_k_models.yaml") if filepath is None else filepath, "filepath")
+        path = local_path(filepath or self._path("best_k_models.yaml"), "filepath")
         path.write_text(yaml.safe_dump({path: float(value) for path, value in self.best_k_models.items()}))
 
     @property
@@ -503,8 +501,9 @@ class ModelCheckpoint(Checkpoint):
 
     def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
-        if self.monitor in ("epoch", "step"):
-            return float(run.progress.epoch_of_step if self.monitor == "epoch" else run.progress.step)
+        counts = {"epoch": run.progress.epoch_of_step, "step": run.progress.step}
+        if self.monitor in counts:
+            return float(counts[self.monitor])
         measured = run.monitored(self.monitor or "")
         if measured is None or measured.step != run.progress.step:
             return None

@@ -121,8 +121,9 @@ class _LineFile(LogFile):
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
-        self._pending.append(json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace"))
-        self._pending[-1] += b"\n"
+        # Read again, to have texts in place of the numbers that JSON lacks.
+        plain = json.loads(json.dumps(record, default=str), parse_constant=str)
+        self._pending.append(f"{json.dumps(plain, ensure_ascii=False)}\n".encode(errors="replace"))
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:
@@ -130,17 +131,6 @@ class _LineFile(LogFile):
         with self.writing():
             self.put_bytes(b"".join(self._pending), to_disk=to_disk)
             self._pending = []
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value in which numbers that are not finite are texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {str(name): _as_json(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(one) for one in value]
-    return value
 
 
 def _step_of(line: bytes) -> float:

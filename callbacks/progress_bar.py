@@ -60,12 +60,7 @@ class ProgressBar(Callback):
         """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
         stream: TextIO | None = sys.stdout if file is None else file
         self._draw(lambda display: display.clear())
-        try:
-            _write(stream, text)
-        except BrokenPipeError:
-            _give_up(stream)
-        except Exception:
-            pass
+        _attempt(stream, lambda: _write(stream, text))
         self._draw(lambda display: display.redraw())
         return True
 
@@ -191,16 +186,12 @@ class ProgressBar(Callback):
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
-        if self._display is None:
+        display = self._display
+        if display is None:
             return
-        try:
-            action(self._display)
-            self._next = time.monotonic() + self._display.seconds
-        except BrokenPipeError:
-            stream = self._display.stream
-            self._switch_off()
-            _give_up(stream)
-        except Exception:
+        if _attempt(display.stream, lambda: action(display)):
+            self._next = time.monotonic() + display.seconds
+        else:
             self._switch_off()
 
     def _switch_off(self) -> None:
@@ -444,6 +435,18 @@ class _LineDisplay(Display):
         of = "" if task.total is None else f"/{task.total}"
         values = "".join(f", {one}" for one in metrics)
         _write(self.stream, f"{task.title}: {done}{of} batches, {rate:.4g}/s{values}\n")
+
+
+def _attempt(stream: TextIO | None, action: Callable[[], None]) -> bool:
+    """Call `action`, which writes to a stream; return False if the stream cannot take it."""
+    try:
+        action()
+    except BrokenPipeError:
+        _give_up(stream)
+        return False
+    except Exception:
+        return False
+    return True
 
 
 def _write(stream: TextIO | None, text: str) -> None:

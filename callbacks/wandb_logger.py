@@ -131,9 +131,7 @@ class WandbLogger(Tracker):
                 other._leave_run()
         folder = self.save_dir or Path()  # made absolute below: wandb's own process may have another working directory
         make_folder(folder, "WandbLogger(save_dir=...)")
-        options = {"project": self.name, "dir": str(folder.resolve()), "resume": "allow", **self._options}
-        if run_id is not None:
-            options["id"] = run_id
+        options = {"project": self.name, "dir": str(folder.resolve()), "resume": "allow", "id": run_id, **self._options}
         if self.offline:
             options["mode"] = "offline"
         if wandb.run is not None or any(one._client is not None for one in others):

@@ -123,8 +123,8 @@ class WeightAveraging(AveragingCallback):
         device: where the average is kept. None: where the weights are. "cpu" saves an accelerator's memory, and copies
             the weights in each update.
         use_buffers: average floating buffers too, and copy integer buffers. False: use the training's buffers.
-        avg_fn, multi_avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`. It may get shards, so it has
-            to treat each element alike.
+        avg_fn, multi_avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`; of both, `multi_avg_fn` is
+            used. It may get shards, so it has to treat each element alike.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
@@ -137,8 +137,6 @@ class WeightAveraging(AveragingCallback):
         avg_fn: Callable[..., Any] | None = None,
         multi_avg_fn: Callable[..., Any] | None = None,
     ) -> None:
-        if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigError("WeightAveraging got avg_fn and multi_avg_fn, which do the same: give one of them.")
         super().__init__()
         self.device = None if device is None else as_device(device)
         self.use_buffers = use_buffers

@@ -265,23 +265,21 @@ def constructor_arguments(
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
+        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: the values are used as stored.
         partial: arguments without a default may be missing.
 
     Raises:
         CheckpointError: an argument is missing or unknown, or a value's class no longer exists.
     """
     signature = inspect.signature(owner)
-    if kinds:
-        known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
-        stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
+    known = {name: kind for name, kind in (kinds or {}).items() if name in stored and name not in given}
+    stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
     own, wholes = own_and_inside(stored, inside)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    known = {name: stored[name] for name in own if takes_any or name in signature.parameters}
-    arguments = {**known} if kinds is not None else as_annotated(owner, known)
+    arguments = {name: stored[name] for name in own if takes_any or name in signature.parameters}
     for argument, names in wholes.items():
         entries = {name: given.get(name, stored[name]) for name in names}
-        arguments[argument] = _nested(entries) if kinds is None else _in_one(entries, owner, argument)
+        arguments[argument] = _in_one(entries, owner, argument)
     entered = {name for names in wholes.values() for name in names}.difference(own)
     arguments |= {name: value for name, value in given.items() if name not in entered}
     try:
@@ -318,7 +316,7 @@ def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
         return _omegaconf(_nested(entries, dict), {})
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
-            return as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
+            return as_given(entries, ["dataclass", f"{cls.__module__}:{cls.__qualname__}", None], owner, argument)
     return _nested(entries)
 
 
@@ -407,7 +405,15 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     """
     if is_scalar(value):
         return value, None
-    name, detail, content = _taken_apart(value, where)
+    name = _kind_of(value)
+    if name is None:
+        argument = where.split("[")[0]
+        raise _NotDataError(
+            f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
+            "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
+            f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
+        )
+    detail, content = _CODECS[name].detail(value), _CODECS[name].content(value)
     if name == "omegaconf":
         stored, inside = _encoded(content, where)
         return stored, [name, detail, inside]
@@ -420,36 +426,31 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     return type(content)(items), None if is_plain else [name, detail, kinds]
 
 
-def _taken_apart(value: Any, where: str) -> tuple[str, Any, Any]:
-    """Return the name of a value's kind, what else its class says, and its content: a scalar, list, tuple or dict.
-
-    Raises:
-        _NotDataError: no checkpoint can store it.
-    """
-    kind = type(value)
-    if kind in _CONTENT:
-        return _KIND_NAMES.get(kind, kind.__name__), _DETAILS.get(kind, _nothing)(value), _CONTENT[kind](value)
+def _kind_of(value: Any) -> str | None:
+    """Return the name of a value's kind, a key of `_CODECS`; None if no checkpoint can store the value."""
+    kind: type = type(value)
+    if kind in _BY_CLASS:
+        return _BY_CLASS[kind]
     if isinstance(value, enum.Enum):
-        is_data = data_problem(value.value, value.name) is None
-        return "enum", [_full_name(kind), value.name], as_stored(value.value) if is_data else value.name
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "Size"):  # whose import takes seconds
-        return kind.__name__, None, tuple(value) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+        return "enum"
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "Size"):  # torch's import takes seconds
+        return kind.__name__
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", _full_name(kind), tuple(value)
+        return "namedtuple"
     if _is_of_omegaconf(kind):
-        return "omegaconf", _flags(value), _content_of_omegaconf(value)
-    if (fields := _fields_of(value)) is not None:
-        return "dataclass", _full_name(kind), fields
-    argument = where.split("[")[0]
-    raise _NotDataError(
-        f"hyperparameter {where} is a {kind.__name__}; a checkpoint stores data only "
-        "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
-        f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
-    )
+        return "omegaconf"
+    return "dataclass" if _has_all_fields(value) else None
 
 
-def _nothing(value: Any) -> None:
-    return None
+class _Codec(NamedTuple):
+    """How a checkpoint holds values of one kind."""
+
+    content: Callable[[Any], Any]
+    """Returns what is stored of a value: a scalar, or a list, tuple or dict, whose items are stored in the same way."""
+    make: Callable[[Any, Any, type], Any] = lambda content, detail, owner: content
+    """Makes a value of its content, its detail, and the class that has it as a hyperparameter."""
+    detail: Callable[[Any], Any] = lambda value: None
+    """Returns what the content does not say."""
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
@@ -457,23 +458,81 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
     return sorted(values, key=lambda one: repr(as_stored(one)))
 
 
-_CONTENT: dict[type, Callable[[Any], Any]] = {
-    list: list,
-    tuple: tuple,
-    deque: list,
-    **dict.fromkeys((set, frozenset), _sorted),
-    **dict.fromkeys((dict, OrderedDict, Counter, Hyperparameters), dict),
-    **dict.fromkeys((Namespace, SimpleNamespace), vars),
-    **dict.fromkeys((type(Path()), PurePosixPath, PureWindowsPath), os.fspath),
-    range: lambda value: (value.start, value.stop, value.step),
-    datetime.timedelta: datetime.timedelta.total_seconds,
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _content_of_enum(member: enum.Enum) -> Any:
+    return member.name if data_problem(member.value, member.name) else as_stored(member.value)
+
+
+def _enum_member(content: Any, detail: Any, owner: type) -> Any:
+    cls = _class_named(owner, detail[0], enum.Enum)
+    return cls[detail[1]] if detail[1] in cls.__members__ else cls(content)
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, and the data that were added to it."""
+    own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return own | {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_plain(one)}
+
+
+def _dataclass(content: Any, detail: Any, owner: type) -> Any:
+    cls = _class_named(owner, detail, object)
+    names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in content]
+    made = cls(**{name: content[name] for name in names})
+    for field, item in content.items():  # `__post_init__` may have changed them
+        object.__setattr__(made, field, item)
+    return made
+
+
+def _dtype(name: str, detail: None, owner: type) -> Any:
+    torch = sys.modules["torch"]
+    return {one: value for one, value in vars(torch).items() if isinstance(value, torch.dtype)}[name]
+
+
+def _made_by(cls: Callable[[Any], Any]) -> Callable[[Any, Any, type], Any]:
+    """Return the function of a `_Codec` that makes a value of its content alone."""
+    return lambda content, detail, owner: cls(content)
+
+
+_CODECS: dict[str, _Codec] = {
+    "list": _Codec(list),
+    "tuple": _Codec(tuple),
+    "deque": _Codec(list, lambda content, detail, owner: deque(content, detail), lambda value: value.maxlen),
+    **{one.__name__: _Codec(_sorted, _made_by(one)) for one in (set, frozenset)},
+    "dict": _Codec(dict),
+    **{one.__name__: _Codec(dict, _made_by(one)) for one in (OrderedDict, Counter, Hyperparameters)},
+    "Namespace": _Codec(vars, lambda content, detail, owner: Namespace(**content)),
+    "SimpleNamespace": _Codec(vars, lambda content, detail, owner: SimpleNamespace(**content)),
+    "path": _Codec(os.fspath, _made_by(Path)),
+    **{one.__name__: _Codec(os.fspath, _made_by(one)) for one in (PurePosixPath, PureWindowsPath)},
+    "range": _Codec(lambda value: (value.start, value.stop, value.step), lambda bounds, _, owner: range(*bounds)),
+    "timedelta": _Codec(
+        datetime.timedelta.total_seconds,
+        lambda content, detail, owner: datetime.timedelta(*detail),
+        lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
+    ),
+    "enum": _Codec(_content_of_enum, _enum_member, lambda value: [_full_name(value), value.name]),
+    "dtype": _Codec(lambda value: str(value).removeprefix("torch."), _dtype),
+    "device": _Codec(str, lambda name, detail, owner: sys.modules["torch"].device(name)),
+    "Size": _Codec(tuple, lambda sizes, detail, owner: sys.modules["torch"].Size(sizes)),
+    "namedtuple": _Codec(
+        tuple, lambda content, detail, owner: _class_named(owner, detail, tuple)(*content), _full_name
+    ),
+    "omegaconf": _Codec(
+        lambda value: _content_of_omegaconf(value),
+        lambda content, detail, owner: _omegaconf(content, detail),
+        lambda value: _flags(value),
+    ),
+    "dataclass": _Codec(_fields_of, _dataclass, _full_name),
 }
-"""The content of values of these classes; the items of a list or dict are stored by their own classes."""
-_DETAILS: dict[type, Callable[[Any], Any]] = {
-    deque: lambda value: value.maxlen,
-    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
+_BY_CLASS: dict[type, str] = {
+    type(Path()): "path",
+    **{one: one.__name__ for one in (list, tuple, deque, set, frozenset, range, datetime.timedelta)},
+    **{one: one.__name__ for one in (dict, OrderedDict, Counter, Hyperparameters, Namespace, SimpleNamespace)},
+    **{one: one.__name__ for one in (PurePosixPath, PureWindowsPath)},
 }
-_KIND_NAMES = {type(Path()): "path"}
 _DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
 
 
@@ -502,45 +561,12 @@ def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str
     return stored, [name, of_keys if name in _DICTS else detail, of_items]
 
 
-_READ: dict[str, Callable[..., Any]] = {
-    "path": Path,
-    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
-    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters)},
-    "Namespace": lambda entries: Namespace(**entries),
-    "SimpleNamespace": lambda entries: SimpleNamespace(**entries),
-    "range": lambda bounds: range(*bounds),
-    "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "dtype": lambda name: _dtypes()[name],
-    "device": lambda name: sys.modules["torch"].device(name),
-}
-"""The functions that make a value of its content; for the kinds of `_READ_WITH_DETAIL`, of its detail, too."""
-_READ_WITH_DETAIL: dict[str, Callable[..., Any]] = {
-    "deque": deque,
-    "timedelta": lambda _, parts: datetime.timedelta(*parts),
-}
-
-
-def _dtypes() -> dict[str, Any]:
-    torch = sys.modules["torch"]
-    return {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass, and the data that were added to it; None for anything else.
-
-    A dataclass whose constructor takes something else than its fields, as with an InitVar, cannot be made again.
-    """
+def _has_all_fields(value: Any) -> bool:
+    """Whether a value is a dataclass whose constructor takes its fields, and nothing else such as an InitVar."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    fields = dataclasses.fields(value)
-    if inspect.signature(type(value)).parameters.keys() != {field.name for field in fields if field.init}:
-        return None
-    own = {field.name: getattr(value, field.name) for field in fields}
-    return own | {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_plain(one)}
+        return False
+    taken = {field.name for field in dataclasses.fields(value) if field.init}
+    return inspect.signature(type(value)).parameters.keys() == taken
 
 
 def _is_plain(value: Any) -> bool:
@@ -588,40 +614,19 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     try:
         name, detail, items = kind
         if name == "omegaconf":
-            return _omegaconf(value if items is None else as_given(value, items, owner, where), detail)
-        if isinstance(value, dict):
+            value = value if items is None else as_given(value, items, owner, where)
+        elif isinstance(value, dict):
             names = _items_as_given(value, detail if name in _DICTS else None, owner, where)
             value = dict(zip(names, _items_as_given(value.values(), items, owner, where), strict=True))
         elif items is not None:
             value = type(value)(_items_as_given(value, items, owner, where))
-        return _made_again(name, detail, value, owner)
+        return _CODECS[name].make(value, detail, owner)
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
             f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
             f"load_from_checkpoint(path, {where}=...)."
         ) from error
-
-
-def _made_again(name: str, detail: Any, value: Any, owner: type) -> Any:
-    """Return an object of a kind from its content, whose items are restored already."""
-    if name in _READ_WITH_DETAIL:
-        return _READ_WITH_DETAIL[name](value, detail)
-    if name in _READ:
-        return _READ[name](value)
-    if name == "enum":
-        cls = _class_named(owner, detail[0], enum.Enum)
-        return cls[detail[1]] if detail[1] in cls.__members__ else cls(value)
-    if name == "namedtuple":
-        return _class_named(owner, detail, tuple)(*value)
-    if name == "dataclass":
-        cls = _class_named(owner, detail, object)
-        names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
-        made = cls(**{name: value[name] for name in names})
-        for field, item in value.items():  # `__post_init__` may have changed them
-            object.__setattr__(made, field, item)
-        return made
-    return value
 
 
 def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
@@ -651,20 +656,6 @@ def _class_named(owner: type, name: str, base: type) -> Any:
         raise LookupError(f"no class {qualname} is known where {owner.__name__} is defined")
     # A module may have another name now, as one that was run as a script.
     return next((one for one in alike if one.__module__ == module), alike[0])
-
-
-def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of a file with paths and enumerations where the constructor is annotated so, and with no text."""
-    hints = hints_of(owner.__init__, owner)  # type: ignore[misc]
-    values = dict(stored)
-    for name, value in stored.items():
-        options = options_of(hints.get(name))
-        made: list[Any] = [Path(value)] if isinstance(value, str) and Path in options else []
-        enumerations: list[Any] = [kind for kind in options if isinstance(kind, enum.EnumMeta)]
-        made += [one for kind in enumerations for one in kind if as_stored(one) == value]
-        if made and type(value) not in options:
-            values[name] = made[0]
-    return values
 
 
 def with_plain_numbers(value: Any) -> Any:

@@ -503,10 +503,11 @@ class Tracker(Logger):
     # -- state: the run, and what was not sent -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if self._client is None or self._calls is None:
+        if self._client is None:
             return {}
         from trainer.checkpoint.media_state import state_of
 
+        assert self._calls is not None
         unsent = [
             {**one, "media": state_of(one["media"])} if "media" in one else one for one in self._calls.unfinished()
         ]

@@ -135,7 +135,7 @@ except ConfigError as error:
         "tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device",
         "[]",
         "tpu:0 [5]",
-        "devices=[1, 2] cannot be used: 4 tpu devices can be seen (CUDA_VISIBLE_DEVICES hides GPUs)",
+        "devices=[1, 2]: up to 4 tpu devices can be used (CUDA_VISIBLE_DEVICES hides GPUs)",
     ]
 
 

@@ -111,11 +111,9 @@ def _require_rows(path: str, kinds: Sequence[tuple[Any, ...] | None]) -> None:
 
 def _length_and_rows(leaf: Any) -> tuple[Any, ...] | None:
     """Return the length of a leaf's first dimension, a description of its rows, and their shape and dtype."""
-    if leaf is None:
-        return None
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return 0, "a number" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-    return len(leaf), f"rows of {[*leaf.shape[1:]]} {leaf.dtype}", [*leaf.shape[1:]], leaf.dtype
+    if isinstance(leaf, torch.Tensor) and leaf.dim():
+        return len(leaf), f"rows of {[*leaf.shape[1:]]} {leaf.dtype}", [*leaf.shape[1:]], leaf.dtype
+    return None if leaf is None else (0, f"a {type(leaf).__name__} without rows")
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

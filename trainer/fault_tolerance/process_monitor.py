@@ -48,8 +48,7 @@ class LocalProcessMonitor:
             rank = self._watched.pop(descriptor)
             self._events.unregister(descriptor)
             os.close(descriptor)
-            if not self._store.check([_done_key(rank)]):
-                report_dead_process(self._store, rank, self._world_size)
+            self._report_unless_done(rank)
 
     def close(self) -> None:
         """Stop watching."""
@@ -67,13 +66,16 @@ class LocalProcessMonitor:
             try:
                 descriptor = os.pidfd_open(int(pid))
             except ProcessLookupError:
-                if not self._store.check([_done_key(rank)]):
-                    report_dead_process(self._store, rank, self._world_size)
+                self._report_unless_done(rank)
             except OSError:
                 continue  # not supported by the kernel or its sandbox
             else:
                 self._watched[descriptor] = rank
                 self._events.register(descriptor, select.POLLIN)
+
+    def _report_unless_done(self, rank: int) -> None:
+        if not self._store.check([_done_key(rank)]):
+            report_dead_process(self._store, rank, self._world_size)
 
 
 def mark_done(store: Store, rank: int) -> None:
