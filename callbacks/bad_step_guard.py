@@ -104,7 +104,7 @@ class BadStepGuard(StepGuard):
         if trainer.is_global_zero and not trainer.settings.fast_dev_run:
             _record(trainer.run_dir / "bad_steps.jsonl", {**bad._asdict(), "action": self.action})
         if self.action == "raise":
-            raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would go on without it.")
+            raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would continue without it.")
         if self._in_a_row > self.max_bad_steps:
             raise BadStepError(f"{explain(bad)}: it is number {self._in_a_row} without progress (max_bad_steps).")
         if path is not None:
@@ -140,8 +140,10 @@ class BadStepGuard(StepGuard):
 
 
 def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
-    """Return the checkpoint with the most steps among the newest finite ones of all callbacks from which training can
-    go on; None: there is none."""
+    """Return the checkpoint with the most steps among the callbacks' newest finite ones; None without one.
+
+    Checkpoints that hold weights only do not count, because training cannot continue from them.
+    """
     found = {}
     for callback in callbacks:
         try:

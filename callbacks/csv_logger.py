@@ -179,7 +179,7 @@ def _place(rows: list[Row], cells: Row) -> None:
 
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
-    # Python's writer does not quote a carriage return by itself: https://github.com/python/cpython/issues/67230
+    # Python's writer leaves a carriage return unquoted: https://github.com/python/cpython/issues/67230
     quotes_all = any("\r" in cell for cell in cells)
     csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quotes_all else csv.QUOTE_MINIMAL).writerow(cells)
     return text.getvalue().encode(errors="backslashreplace")
@@ -190,7 +190,7 @@ def _parse(path: Path, text: list[bytes]) -> tuple[list[str], list[tuple[int, Ro
     try:
         lines = list(csv.reader(line.decode("utf-8", "replace") for line in text))
     except csv.Error as error:
-        raise ConfigError(f"{path} is no CSV file of a CSVLogger ({error}): move it away.") from error
+        raise ConfigError(f"{path} is not a CSV file of a CSVLogger ({error}): move it away.") from error
     if not lines or lines[0][:1] != ["step"]:
         return [], []
     columns = lines[0]

@@ -26,7 +26,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor by which the learning rate of a backbone grows in an epoch."""
+    """Return the growth factor of a backbone's learning rate for an epoch."""
     return 2.0
 
 
@@ -149,7 +149,7 @@ class BaseFinetuning(AddsGroups):
             self.freeze_before_training(pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.current_epoch > self._last_epoch:  # else a resumed run goes on inside the epoch
+        if trainer.current_epoch > self._last_epoch:  # else a resumed run continues inside the epoch
             self._last_epoch = trainer.current_epoch
             for optimizer in trainer.optimizers:
                 self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -168,7 +168,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Freeze `module.backbone` until an epoch, then train it with a separate learning rate that grows to the others'.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch, counted from 0, in which the backbone trains.
+        unfreeze_backbone_at_epoch: the first epoch, counted from 0, that trains the backbone.
         lambda_func: function of an epoch's number plus one; returns the factor that multiplies the backbone's learning
             rate in each later epoch.
         backbone_initial_ratio_lr: the backbone's first learning rate, as a fraction of the first group's rate.

@@ -44,7 +44,7 @@ class JSONLLogger(FileLogger):
     def output_location(self) -> tuple[str, Path] | None:
         return None if self.path is None else ("JSON lines:", self.path)
 
-    # -- state: the number of lines, by which a resumed run cuts the file ----------------------------------------------
+    # -- state: the number of lines, to which a resumed run cuts the file ----------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._file is None else {"lines": self._file.lines, **self.place.state()}
@@ -107,7 +107,7 @@ class JSONLLogger(FileLogger):
 
 
 class _LineFile(LogFile):
-    """A file to which lines are appended."""
+    """A file that grows by lines."""
 
     has = "the lines"
 

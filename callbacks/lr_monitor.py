@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rates with which a step or an epoch is made.
+    """Log the learning rates that a step or an epoch is made with.
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`

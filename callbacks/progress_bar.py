@@ -57,7 +57,7 @@ class ProgressBar(Callback):
         self._run: tuple[Trainer, TrainModule] | None = None
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
-        """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
+        """Print above the bar. Replace characters that the terminal cannot show, and ignore a closed terminal."""
         stream: TextIO | None = sys.stdout if file is None else file
         self._draw(lambda display: display.clear())
         _attempt(stream, lambda: _write(stream, text))
@@ -178,7 +178,7 @@ class ProgressBar(Callback):
             self._draw(lambda display: display.update(done, metrics))
 
     def _metrics(self) -> list[str]:
-        # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
+        # An error in a subclass's get_metrics ends the run: it is not the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
         return [
             f"{name}={value:{'' if isinstance(value, str) else self.number_format}}" for name, value in shown.items()
@@ -262,7 +262,7 @@ class Display(ABC):
         """Draw again after that."""
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
+        """Leave the cursor on an empty line."""
 
 
 def fewer(metrics: Sequence[str]) -> Iterator[list[str]]:
@@ -311,7 +311,7 @@ class _TqdmDisplay(Display):
         self.leave = leave
         self._new_bar: type[Any] = Bar
         self._started: list[float] = []
-        """Times at which the running tasks started."""
+        """Start times of the running tasks."""
         self._ended: Any = None
         """The bar of the last epoch, which stays until the next one starts."""
 
@@ -401,7 +401,7 @@ class _RunningTask:
     title: str
     total: int | None
     counted_from: int
-    """Batches that do not count in the rate: those of a resumed epoch that were done before."""
+    """Batches that do not count in the rate, because they were done before the run was resumed."""
     started: float = field(default_factory=time.monotonic)
 
 

@@ -41,7 +41,7 @@ class StepTimes(NamedTuple):
     """Waiting for data and moving it to the device."""
     forward: float
     rest: float
-    """Backward and update, in which processes wait for each other."""
+    """Backward and update; processes wait for each other there."""
 
     def per_step(self) -> dict[str, float]:
         """Return the milliseconds of a step, of its parts, and of local work, which excludes waits for other ranks."""

@@ -216,7 +216,7 @@ class TensorBoardLogger(FileLogger):
     def _files(self) -> list[Path]:
         """Return the files of the training, also in the folders that `SummaryWriter.add_scalars` makes for its curves.
 
-        Other folders may be those of other runs, and what a checkpoint names may lie elsewhere.
+        Other folders may belong to other runs, and a checkpoint may name folders elsewhere.
         """
         folder = self._folder
         known = {Path(), *(Path(name).parent for name in self._kept or ())}
@@ -297,7 +297,7 @@ def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) ->
     from torch.utils.tensorboard.summary import hparams, text
 
     nested = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
-    # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
+    # `SummaryWriter.add_hparams` would make a separate folder, which shows as a second run.
     _, started, ended = hparams(_flat(hyperparameters), {})
     for summary in (nested, started, ended):
         file.add(step=0, summary=summary)

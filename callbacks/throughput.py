@@ -39,8 +39,8 @@ class ThroughputMonitor(Callback):
     """Log rates over the last `window_size` steps of training, every `log_every_n_steps`, without validation.
 
     The clock is the host's, and the device is never synchronized: a device that lags behind the host by a few steps
-    makes a rate noisier, not biased. The window begins after the first step, and after each step in which torch.compile
-    compiles. Logs `throughput/steps_per_s`, `throughput/batches_per_s`, `throughput/samples_per_s` (if the number of
+    makes a rate noisier, not biased. The window begins after the first step, and after each step that torch.compile
+    compiles in. Logs `throughput/steps_per_s`, `throughput/batches_per_s`, `throughput/samples_per_s` (if the number of
     samples is known) and, on request, `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All
     rates are sums over the processes. MFU (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the fraction
     of the devices' peak.
@@ -169,5 +169,5 @@ class ThroughputMonitor(Callback):
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype in which matrix products are computed."""
+    """Return the dtype of matrix products."""
     return precision.autocast or precision.weights

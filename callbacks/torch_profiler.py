@@ -147,7 +147,7 @@ class TorchProfiler(Profiler):
                 os.replace(f"{temporary}.gz", temporary)
             replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())
         except OSError as error:
-            log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
+            log.warning("cannot write %s (%s): training continues without it.", path, reason(error))
             return
         self.traces.append(path)
         if self._rank == 0:

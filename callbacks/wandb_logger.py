@@ -30,7 +30,7 @@ class WandbLogger(Tracker):
 
     Args:
         name: displayed name of the run; default: one by wandb.
-        save_dir: folder in which wandb makes its folder `wandb`; default: the run directory.
+        save_dir: folder for wandb's folder `wandb`; default: the run directory.
         version: id of a run to continue, or of the new one.
         offline: write to files only.
         dir: the same as `save_dir`, which goes first.
@@ -42,8 +42,8 @@ class WandbLogger(Tracker):
         experiment: an open run to use.
         prefix: put before the name of each value, with a "-".
         checkpoint_name: name of the artifacts; default: "model-" and the id of the run.
-        add_file_policy: "mutable" copies the files of a checkpoint before they are sent; "immutable" sends them as they
-            are, which takes no space, and copies them offline only.
+        add_file_policy: "mutable" copies the files of a checkpoint before they are sent; "immutable" sends the files
+            themselves, which takes no space, and copies them offline only.
         kwargs: further arguments of `wandb.init`, such as `entity`, `group`, `tags`, `settings`.
 
     Raises:
@@ -89,7 +89,7 @@ class WandbLogger(Tracker):
 
     @property
     def save_dir(self) -> Path | None:
-        """The folder in which wandb makes its own; None before a run, if it is the run directory."""
+        """The folder for wandb's own folder; None before a run, if it is the run directory."""
         return self._save_dir or (None if self._trainer is None else self._trainer.run_dir)
 
     @property

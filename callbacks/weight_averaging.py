@@ -222,7 +222,7 @@ class WeightAveraging(AveragingCallback):
         entries = entries_of(checkpoint)
         continues = trainer.stage == "fit" and self.state_key in entries["callbacks"]
         if entries.get("average") is None and not continues and trainer.is_global_zero:
-            log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)
+            log.warning("%s: the checkpoint holds no average, so its weights are used unchanged", type(self).__name__)
 
 
 class EMAWeightAveraging(WeightAveraging):

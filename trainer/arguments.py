@@ -194,8 +194,8 @@ def _without_address(value: Any) -> str:
 def with_python_numbers(value: Any, depth: int = 3) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
-    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
+    Numbers inside lists, tuples and dicts, down to `depth`, are converted in copies. Sequences and mappings of other
+    classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
     if depth < 0 or type(value) in (bool, int, float, str, NoneType):
         return value
@@ -259,7 +259,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
 
 
 class _UnknownAsAny(dict[str, Any]):
-    """A namespace in which every unknown name is `Any`."""
+    """A namespace that answers every unknown name with `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return Any
@@ -269,7 +269,7 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
     """Return the members of a union, or the annotation itself; aliases and new names of types are resolved.
 
     Args:
-        limits: keep `Annotated` members as they are, for their limits.
+        limits: keep `Annotated` members unchanged, for their limits.
     """
     options, waiting = [], [annotation]
     while waiting:
@@ -423,10 +423,10 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         raise ConfigError(f"{named}{str(path)[:60]!r}...: a name may have 255 bytes between two slashes. Shorten it.")
     if expanded.startswith("~"):
         raise ConfigError(
-            f"{named}{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the "
-            f"path in full; for a name that begins with ~ in the current folder, ./{expanded}."
+            f"{named}{str(path)!r}: {expanded.split('/')[0]!r} has no home folder on this machine. Write the path in "
+            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
         )
-    # The path of "./~x" must not be taken for a home folder when it is looked at again, nor that of "./x:/y" for a URL.
+    # When they are read again, "./~x" must not be taken for a home folder, nor "./x:/y" for a URL.
     found = Path(expanded)
     return found.absolute() if str(found).startswith("~") or URL.fullmatch(str(found)) else found
 

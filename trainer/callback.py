@@ -120,7 +120,7 @@ class Callback(ChecksArguments, Answers):
     runs_last: ClassVar[bool] = False
     """Run after the module's hooks, for callbacks that read logged values."""
     agree_on: ClassVar[tuple[str, ...] | None] = None
-    """Attributes that must be equal on all processes, all of which must have this callback, because it communicates or
+    """Attributes that must be equal on all processes, which must all have this callback, because it communicates or
     decides for the run. None: some processes may have it and others not."""
     stops_early: ClassVar[bool] = False
     """True for `trainer.early_stopping_callback`."""
@@ -132,7 +132,7 @@ class Callback(ChecksArguments, Answers):
     """The key of `DEFAULT_CALLBACKS` whose callback the trainer leaves out where this one is given."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Remember the arguments, by which several callbacks of one class are told apart in a checkpoint."""
+        """Remember the arguments, which distinguish several callbacks of one class in a checkpoint."""
         self = super().__new__(cls)
         self.__dict__["_made_with"] = fingerprint_of_call(cls, args, options)
         return self
@@ -162,7 +162,7 @@ class Callback(ChecksArguments, Answers):
         return []
 
     def reason_to_stop(self) -> str | None:
-        """Return why a run that is resumed with this callback's state stops at once; None: it goes on."""
+        """Return why a run that is resumed with this callback's state stops at once; None: it continues."""
         return None
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
@@ -274,14 +274,14 @@ class AccumulationSchedule(Callback):
 
 
 class AddsGroups(Callback):
-    """A callback that adds groups to optimizers while training; a resumed run adds those of the checkpoint."""
+    """A callback that adds groups to optimizers while training; a resumed run adds the checkpoint's groups."""
 
 
 class StepGuard(Callback):
     """A callback that decides about bad steps, which `guards/bad_steps.py` finds before they change the weights."""
 
     losses: Any
-    """The `LossWindow` with which a loss is compared."""
+    """The `LossWindow` that a loss is compared with."""
     left_out: set[tuple[int, int]]
     """The first micro-batches, as (epoch, batch), of steps that are passed over."""
 

@@ -127,7 +127,7 @@ class HasHyperparameters:
         if left_out and is_first:
             names = ", ".join(left_out)
             log.warning(
-                "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
+                "%s: the hyperparameters %s are not data, so checkpoints do not contain them: give them to "
                 "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
                 type(self).__name__,
                 names,
@@ -209,9 +209,10 @@ def _runs_constructor_of(frame: FrameType | None, owner: object) -> bool:
 def arguments_of(frame: FrameType | None, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
-    `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
-    `**kwargs`, too, which may name the same values as the arguments of a base class: where these do not, `*args` are
-    kept as a `UserList`, which is no data and so is named.
+    `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter. If it takes
+    `**kwargs`, too, the arguments of a base class may have the same values under their names; `*args` are then left
+    out. If some value has no such name, `*args` are kept as a `UserList`, which is not data, so that a warning names
+    it.
     """
     arguments: dict[str, Any] = {}
     rest: dict[Any, Any] = {}
@@ -241,7 +242,7 @@ def entries_of(value: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `value` is something else.
     """
-    if isinstance(value, Mapping):  # those of other classes, as OmegaConf's, become what load_from_checkpoint gives
+    if isinstance(value, Mapping):  # of other classes, such as OmegaConf's: the same as load_from_checkpoint gives
         return dict(value) if type(value) is dict else _nested(value)
     if hasattr(value, "__dict__") and not isinstance(value, (type, Sequence)) and not callable(value):
         return dict(vars(value))
@@ -549,7 +550,7 @@ def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str
     items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content])
     try:
         stored = dict(zip(keys, items, strict=True))
-    except TypeError:  # the key is a set, of which a list is stored
+    except TypeError:  # the key is a set, which is stored as a list
         stored = {}
     if len(stored) < len(content):
         raise _NotDataError(
@@ -612,15 +613,7 @@ def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value in its original class, which the owner's annotations or modules have to name."""
     try:
-        name, detail, items = kind
-        if name == "omegaconf":
-            value = value if items is None else as_given(value, items, owner, where)
-        elif isinstance(value, dict):
-            names = _items_as_given(value, detail if name in _DICTS else None, owner, where)
-            value = dict(zip(names, _items_as_given(value.values(), items, owner, where), strict=True))
-        elif items is not None:
-            value = type(value)(_items_as_given(value, items, owner, where))
-        return _CODECS[name].make(value, detail, owner)
+        return _made(value, kind, lambda name, content, detail: _CODECS[name].make(content, detail, owner))
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
@@ -629,10 +622,23 @@ def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
         ) from error
 
 
-def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
+def _made(value: Any, kind: Any, make: Callable[[str, Any, Any], Any]) -> Any:
+    """Return `make(name, content, detail)` of a stored value's kind, after the same has been done with its items."""
+    name, detail, items = kind
+    if name == "omegaconf":
+        value = value if items is None else _made(value, items, make)
+    elif isinstance(value, dict):
+        keys = _made_items(value, detail if name in _DICTS else None, make)
+        value = dict(zip(keys, _made_items(value.values(), items, make), strict=True))
+    elif items is not None:
+        value = type(value)(_made_items(value, items, make))
+    return make(name, value, detail)
+
+
+def _made_items(items: Iterable[Any], kinds: Any, make: Callable[[str, Any, Any], Any]) -> list[Any]:
     kinds = kinds or {}
     return [
-        as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
+        _made(item, kinds[str(position)], make) if str(position) in kinds else item
         for position, item in enumerate(items)
     ]
 
@@ -670,18 +676,11 @@ def with_plain_numbers(value: Any) -> Any:
 def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
 
-    def of_kind(value: Any, kind: Any) -> Any:
-        name, _, items = kind or (None, None, None)
-        if name == "omegaconf":
-            return of_kind(value, items)
-        if isinstance(value, Mapping):
-            return dict(zip(value, of_kind([*value.values()], [None, None, items]), strict=True))
-        if isinstance(value, (list, tuple)):
-            return [of_kind(item, (items or {}).get(str(position))) for position, item in enumerate(value)]
-        return Path(value) if name == "path" else value
+    def make(name: str, content: Any, detail: Any) -> Any:
+        return Path(content) if name == "path" else content
 
-    kinds = kept.get("kinds", {}).get(owner, {})
-    return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
+    stored, kinds = kept.get(owner, {}), kept.get("kinds", {}).get(owner, {})
+    return {name: _made(value, kinds[name], make) if name in kinds else value for name, value in stored.items()}
 
 
 def read_hyperparameters(path: str | Path) -> dict[str, Any]:

@@ -436,7 +436,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def opened_run_id(self) -> str | None:
-        """Return the name by which `open` continues the open run, for checkpoints."""
+        """Return the name that `open` continues the open run by, for checkpoints."""
         return None
 
     def is_ended(self) -> bool:

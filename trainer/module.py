@@ -93,7 +93,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         None skips the batch. With manual optimization the returned value is only passed to hooks.
 
         The loss is the mean over the micro-batch's items (see `num_items`). The trainer scales the loss for
-        accumulation and processes such that a step's gradient equals that of one big batch.
+        accumulation and processes such that a step's gradient equals the gradient of one big batch.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx).")
 

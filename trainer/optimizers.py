@@ -55,7 +55,7 @@ class TimedScheduler:
     known_groups: int = field(default=0, init=False)
     """The groups that the scheduler changes; 0: all."""
     value_step: int = field(default=-1, init=False)
-    """The step at which the last value given to the scheduler was measured: each value is given once."""
+    """The step of the last value that the scheduler was given: each value is given once."""
 
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
@@ -134,7 +134,7 @@ def parse_optimizers(
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
     for config in schedulers:
         _check_scheduler(config, automatic, calls_step)
-        # Schedulers of other libraries may have no attribute `optimizer`.
+        # Schedulers of other libraries may lack the attribute `optimizer`.
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in optimizers):
             raise ConfigError(

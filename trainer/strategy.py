@@ -80,7 +80,7 @@ class SkippedBatch(NamedTuple):
 class Strategy(ChecksArguments, Answers):
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
-    The methods are listed in the order in which the trainer calls them. A new strategy overrides some of them; its
+    The methods are listed in the order of the trainer's calls. A new strategy overrides some of them; its
     constructor takes its options and touches no device. `str(strategy)` names the strategy and its options.
     """
 
@@ -108,10 +108,10 @@ class Strategy(ChecksArguments, Answers):
     _blocks: tuple[Block, ...] = ()
     """The blocks of `full_parameters` in progress."""
     _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
-    """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
+    """Computes the gradients of a loss: the module's `backward`, if it overrides it."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Keep the arguments, by which the processes compare their strategies."""
+        """Keep the arguments: the processes compare their strategies by them."""
         self = super().__new__(cls)
         self._arguments = given_arguments(cls, args, options)
         return self
@@ -251,7 +251,7 @@ class Strategy(ChecksArguments, Answers):
             return getattr(self.module, step)(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`, a scalar on this process's device, to those of the window.
+        """Add the gradients of `loss`, a scalar on this process's device, to the window's gradients.
 
         With manual optimization the gradients are reduced over all processes afterwards.
         """
@@ -374,8 +374,8 @@ class Strategy(ChecksArguments, Answers):
         """Load what `module_state` of any strategy returned, as full tensors, by the module's `load_state_dict`.
 
         Args:
-            hooks: False: without its hooks, because the values are of the module as it is; in any number, and also as
-                shards of this process.
+            hooks: False: without its hooks, because the values come from the module in its present form. They may be a
+                part of the state, and shards of this process.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.
@@ -459,8 +459,8 @@ DIRECT_BACKWARD = (
 )
 
 UNSCALED_BACKWARD = (
-    "training_step has called loss.backward(), whose gradients are not scaled as those of this precision are: return "
-    "the sum of the losses instead, or set automatic_optimization = False and call self.manual_backward(loss)."
+    "training_step has called loss.backward(), without the loss scaling that this precision needs: return the sum of "
+    "the losses instead, or set automatic_optimization = False and call self.manual_backward(loss)."
 )
 
 _FIRST_STEPS, _EVERY = 3, 64
@@ -674,7 +674,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def modes_in_training(module: nn.Module) -> Mapping[nn.Module, bool]:
-    """Return the modes of the submodules outside of an evaluation that is in progress; empty outside of one."""
+    """Return the submodules' modes from before the evaluation in progress; empty outside of an evaluation."""
     return _MODES_IN_TRAINING.get(module, {})
 
 

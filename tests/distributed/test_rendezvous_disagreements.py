@@ -75,7 +75,7 @@ def test_a_rank_that_is_there_twice_is_reported_on_all(ranks: tuple[tuple[int, i
     twice = ranks[-1][0]
     for one in join(*ranks):
         assert f"refused: rank {twice} is there twice: process " in one.stdout
-        assert f"both have RANK={twice}. Give each process a RANK of its own" in one.stdout
+        assert f"both have RANK={twice}. Give each process another RANK" in one.stdout
 
 
 def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
