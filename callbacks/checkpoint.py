@@ -15,6 +15,7 @@ import torch
 
 from trainer.arguments import Limit, local_path
 from trainer.callback import Checkpoint
+from trainer.callbacks.on_exception_checkpoint import can_save_after_error
 from trainer.checkpoint.base_weights import FrozenWeights
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
@@ -363,9 +364,7 @@ class ModelCheckpoint(Checkpoint):
             self._error = None
         if not self.save_on_exception or trainer.global_step == self._checkpoints.listed.step:
             return
-        if trainer.world_size > 1:
-            log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
-        else:
+        if can_save_after_error(trainer):
             self._save(trainer)
             self._finish_write(trainer)
 

@@ -148,16 +148,10 @@ class SimpleProfiler(Profiler):
 
 def faster_loading(loader: BatchLoader) -> str:
     """Return a sentence that says how a loader may become faster."""
-    workers, cores = loader.num_workers, os.cpu_count() or 1
-    if workers is None:
+    if loader.num_workers is None:
         return "The data come from your own iterable: load ahead in it, or give a DataLoader with num_workers=4."
-    if workers == 0:
-        return (
-            "The DataLoader has num_workers=0, so training waits while a batch is loaded: try num_workers="
-            f"{min(4, max(1, cores - 1))} or more (this machine has {cores} cores), with persistent_workers=True."
-        )
     return (
-        f"The DataLoader has num_workers={workers}: try more of them (this machine has {cores} cores), a larger "
-        "prefetch_factor, persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ "
-        "(decode and resize once, beforehand)."
+        f"The DataLoader has num_workers={loader.num_workers}, and this machine {os.cpu_count()} cores: try more "
+        "workers, with persistent_workers=True if epochs are short; a larger prefetch_factor; or less work in the "
+        "dataset's __getitem__ (decode and resize once, beforehand)."
     )
