@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
+from trainer.arguments import PositiveInt, local_path, make_folder, optional_path
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Profiler(Callback):
     filename: str | None = None
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.dirpath = optional_path(dirpath, "dirpath")
         self.filename = None if filename is None else str(local_path(filename, "filename"))
 
     def start(self, action_name: str) -> None:

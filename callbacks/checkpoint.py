@@ -140,9 +140,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_last = save_last is not False
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
-        self.seconds = None
-        if train_time_interval is not None:
-            self.seconds = read_duration(train_time_interval, "train_time_interval") or None
+        self.seconds = read_duration(train_time_interval, "train_time_interval") or None
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -356,12 +354,11 @@ class ModelCheckpoint(Checkpoint):
         if trainer.stage != "fit":
             return
         # No collectives: the other processes may be anywhere.
-        if self._checkpoints.writer is not None:
-            self._checkpoints.writer.wait()
-            self._poll_writer(trainer)
-            if self._error not in (None, exception):
-                log.error("%s", self._error)
-            self._error = None
+        self._checkpoints.writer.wait()
+        self._poll_writer(trainer)
+        if self._error not in (None, exception):
+            log.error("%s", self._error)
+        self._error = None
         if not self.save_on_exception or trainer.global_step == self._checkpoints.listed.step:
             return
         if can_save_after_error(trainer):
@@ -369,9 +366,7 @@ class ModelCheckpoint(Checkpoint):
             self._finish_write(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if self._checkpoints.writer is not None:
-            self._checkpoints.writer.close()
-            self._checkpoints.writer = None
+        self._checkpoints.writer.close()
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
@@ -493,7 +488,7 @@ class ModelCheckpoint(Checkpoint):
             raise
         checkpoints.commit_list()
         self._time_is_up, self._unsaved = False, None
-        if trainer.is_global_zero and checkpoints.writer is None:
+        if trainer.is_global_zero and not checkpoints.in_background:
             self._notify_saved(trainer, self._path(checkpoints.listed.newest or ""))
         if left_out is not None:
             raise left_out
@@ -565,18 +560,15 @@ class ModelCheckpoint(Checkpoint):
         """Wait for the write in flight, and give its error to all processes. Collective."""
         if not self.async_save:
             return
-        if self._checkpoints.writer is not None:
-            with trainer.run.times.during(SAVING):
-                self._checkpoints.writer.wait(due)
-            self._poll_writer(trainer)
+        with trainer.run.times.during(SAVING):
+            self._checkpoints.writer.wait(due)
+        self._poll_writer(trainer)
         error, self._error = trainer.strategy.processes.broadcast_object(self._error), None
         if error is not None:
             self._give_up(error)
 
     def _poll_writer(self, trainer: Trainer) -> None:
         """Report on rank 0 what was committed since the last call, and keep the error; never waits."""
-        if self._checkpoints.writer is None:
-            return
         path, error = self._checkpoints.writer.result()
         if not trainer.is_global_zero:
             return  # All have the same result; rank 0 broadcasts it.

@@ -33,16 +33,13 @@ class JSONLLogger(FileLogger):
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
-    file_name = "metrics.jsonl"
+    file_name, label = "metrics.jsonl", "JSON lines:"
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
         self.place = LoggerFolder(self.file_name, save_dir)
         self.flush_seconds = flush_seconds
         self._before: list[dict[str, Any]] = []
         """Records of the time before the file is opened, when the step of a resumed run is not known yet."""
-
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self.path is None else ("JSON lines:", self.path)
 
     # -- state: the number of lines, to which a resumed run cuts the file ----------------------------------------------
 

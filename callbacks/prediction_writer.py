@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
+from trainer.arguments import PositiveInt, local_path, make_folder, optional_path
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
@@ -126,7 +126,7 @@ class PredictionWriter(BasePredictionWriter):
         max_shard_size: PositiveInt = 64 * 2**20,
     ) -> None:
         super().__init__(write_interval)
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.dirpath = optional_path(dirpath, "dirpath")
         self.format = format
         self.max_shard_size = max_shard_size
         self._parts: _Parts | None = None

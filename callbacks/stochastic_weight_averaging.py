@@ -63,7 +63,7 @@ class StochasticWeightAveraging(AveragingCallback):
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
-        self.device = None if device is None else as_device(device)
+        self.device = as_device(device)
         self.latest_update_epoch = -1
         self.avg_fn = avg_fn
         self._change = equal_weights if avg_fn is None else from_avg_fn(avg_fn)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
-from trainer.arguments import kept_path, make_folder
+from trainer.arguments import make_folder, optional_path
 from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Text
@@ -74,9 +74,8 @@ class WandbLogger(Tracker):
     ) -> None:
         if experiment is not None and not hasattr(experiment, "define_metric"):
             raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
-        folders = {"save_dir": save_dir, "dir": dir}
-        self._save_dir = next((kept_path(path, name) for name, path in folders.items() if path is not None), None)
-        self.given_run_id = id if id is not None else version
+        self._save_dir = optional_path(save_dir, "save_dir") or optional_path(dir, "dir")
+        self.given_run_id = id or version
         self.project = project
         self.offline = offline
         self.log_model = log_model

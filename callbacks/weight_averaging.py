@@ -138,7 +138,7 @@ class WeightAveraging(AveragingCallback):
         multi_avg_fn: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
-        self.device = None if device is None else as_device(device)
+        self.device = as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
@@ -262,14 +262,14 @@ class EMAWeightAveraging(WeightAveraging):
         return epoch_idx is not None and begins is not None and epoch_idx >= begins
 
 
-def as_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of an argument.
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """Return the device of an argument, and None for None.
 
     Raises:
         ConfigError: torch knows no such device.
     """
     try:
-        return torch.device(device)
+        return None if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         words = str(error).splitlines()[0]
         raise ConfigError(f"device={shown(device)}: give 'cpu', 'cuda' or 'cuda:1' ({words}).") from None

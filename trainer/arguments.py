@@ -436,6 +436,11 @@ def kept_path(path: str | Path, argument: str = "") -> Path:
     return local_path(path, argument).absolute()
 
 
+def optional_path(path: str | Path | None, argument: str) -> Path | None:
+    """Return `kept_path` of a path, and None for None."""
+    return None if path is None else kept_path(path, argument)
+
+
 def make_folder(folder: Path, argument: str) -> None:
     """Make a folder and those above it; `argument`: the one that names it.
 

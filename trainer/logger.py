@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+T = TypeVar("T")
 
 RUN_DIRECTORY = LoggerFolder("", None)
 """The folder of loggers that have no `place`."""
@@ -112,7 +114,7 @@ class Logger(Callback):
             self.log_hyperparameters(dict(values))
             if metrics:
                 values = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
-                self.log_metrics(values, self._step if step is None else step)
+                self.log_metrics(values, self._step_or(step))
 
     def log_graph(self, model: TrainModule, input_array: Any = None) -> None:
         """Record the graph of the module. Called once, before the first step."""
@@ -170,9 +172,11 @@ class Logger(Callback):
         trainer = self._trainer
         return detect_environment().rank == 0 if trainer is None else trainer.is_global_zero and not trainer.run.is_over
 
-    @property
-    def _step(self) -> int:
-        return 0 if self._trainer is None else self._trainer.global_step
+    def _step_or(self, step: int | None) -> int:
+        """Return a given step, or by default the run's."""
+        if step is None:
+            return 0 if self._trainer is None else self._trainer.global_step
+        return step
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         """Record `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`; a logger that can overrides
@@ -244,10 +248,10 @@ class Logger(Callback):
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
         if self._writes:
-            self.log_media(key, make(*args), self._step if step is None else step)
+            self.log_media(key, make(*args), self._step_or(step))
 
 
-def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def rank_zero_experiment(function: Callable[[Any], T]) -> Callable[[Any], T]:
     """Return a method `experiment` that gives other ranks than 0 an object whose calls do nothing."""
 
     @wraps(function)
@@ -316,6 +320,8 @@ class FileLogger(Logger):
 
     place: LoggerFolder
     file_name: ClassVar[str]
+    label: ClassVar[str]
+    """Words for the place of the file, in the list of outputs at the end of a run."""
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
     _file: Any = None
@@ -336,6 +342,9 @@ class FileLogger(Logger):
         """The path of the file; None before a run."""
         folder = self.place.folder(self._run_dir)
         return None if folder is None else folder / self.file_name
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if self.path is None else (self.label, self.path)
 
     def earlier_lines(self) -> list[bytes]:
         """Make the folder of the file; return the lines that the file has already, without one that was cut off.
@@ -469,9 +478,10 @@ class Tracker(Logger):
     # -- the run of the tracker ----------------------------------------------------------------------------------------
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
         """The client's own object, for what it can do beyond this class. On ranks other than 0 its calls do nothing."""
-        return self._opened() if self._writes else DummyExperiment()
+        return self._opened()
 
     @property
     def version(self) -> str | None:

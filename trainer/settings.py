@@ -234,7 +234,7 @@ class Settings:
     @property
     def max_seconds(self) -> float | None:
         """Return `max_time` in seconds."""
-        return None if self.max_time is None else read_duration(self.max_time, "max_time")
+        return read_duration(self.max_time, "max_time")
 
     @property
     def validation_seconds(self) -> float | None:
@@ -351,8 +351,8 @@ def _contradictions(settings: Settings) -> list[str]:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def read_duration(duration: str | timedelta | dict[str, float] | float, name: str = "duration") -> float:
-    """Return a duration in seconds.
+def read_duration(duration: str | timedelta | dict[str, float] | float | None, name: str = "duration") -> float | None:
+    """Return a duration in seconds, and None for None.
 
     Args:
         duration: "DD:HH:MM:SS" (one or two digits each), a timedelta, a dict of timedelta's arguments, or seconds.
@@ -361,6 +361,8 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
     Raises:
         ConfigError: `duration` has another form, or is negative.
     """
+    if duration is None:
+        return None
     seconds: Any = duration
     try:
         if isinstance(duration, str):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from trainer.checkpoint.async_writer import BackgroundWriter, being_written
+from trainer.checkpoint.async_writer import IDLE_WRITER, BackgroundWriter, being_written
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
@@ -77,7 +77,8 @@ class KeptCheckpoints:
 
     def __init__(self, folder: StoragePath, retention: Retention, in_background: bool = False) -> None:
         self.folder = folder
-        self.writer = BackgroundWriter() if in_background else None
+        self.in_background = in_background
+        self.writer = BackgroundWriter() if in_background else IDLE_WRITER
         self.listed = Listed()
         self.before = Listed()
         """The list before the newest write, restored if that fails."""
@@ -115,8 +116,7 @@ class KeptCheckpoints:
 
     def newest_committed(self) -> StoragePath | None:
         """Return the newest finite checkpoint on the disk; waits for one that is being written."""
-        if self.writer is not None:
-            self.writer.wait()
+        self.writer.wait()
         paths = [self.folder / name for name in (self.listed.last, self.before.last) if name]
         return next((path for path in paths if is_committed(path)), None)
 
@@ -253,7 +253,7 @@ class KeptCheckpoints:
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None
         commit = partial(self._commit, name, last, self.best, moves_best, obsolete, group.rank == 0, time.monotonic())
-        if self.writer is None:
+        if not self.in_background:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             commit()
             return
