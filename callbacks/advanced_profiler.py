@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,12 +56,14 @@ class Profiler(Callback):
         if text := self.summary():
             print(text)
 
-    def write_results(self, text: str) -> None:
-        """Write the file of results, for a profiler with a `dirpath`."""
-        assert self.dirpath is not None
+    def report(self, trainer: Trainer, text: str) -> None:
+        """Print the results, or write them to the file of a profiler with a `dirpath`; called on rank 0."""
+        if self.dirpath is None:
+            trainer.print(text)
+            return
         file = self.dirpath / f"{self.filename or 'profile'}.txt"
         make_folder(file.parent, f"{type(self).__name__}(dirpath=..., filename=...)")
-        file.write_text(text)
+        file.write_text(text.removesuffix("\n") + "\n")
 
 
 class PassThroughProfiler(Profiler):
@@ -121,16 +123,12 @@ class AdvancedProfiler(Profiler):
             self.start("fit")
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._report(trainer.print)
+        self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        self._report(trainer.print)
+        self._end(trainer)
 
-    def _report(self, show: Callable[[str], None]) -> None:
-        if "fit" not in self._running:
-            return
-        self.stop("fit")
-        if self.dirpath is None:
-            show(self.summary())
-            return
-        self.write_results(self.summary())
+    def _end(self, trainer: Trainer) -> None:
+        if "fit" in self._running:
+            self.stop("fit")
+            self.report(trainer, self.summary())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import PositiveFloat, PositiveInt
-from trainer.callback import Checkpoint, StepGuard
+from trainer.callback import Checkpoint, StepGuard, problem_of_several
 from trainer.checkpoint.disk import open_regular, reason, replace_notes
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -70,7 +70,7 @@ class BadStepGuard(StepGuard):
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
         if stage != "fit":
             return []
-        problems = []
+        problems = problem_of_several(self, config, StepGuard, "BadStepGuards")
         if not module.automatic_optimization:
             problems.append(
                 "BadStepGuard judges the steps of automatic optimization: with automatic_optimization = False look at "
@@ -78,8 +78,6 @@ class BadStepGuard(StepGuard):
             )
         if config.device_type in ("xla", "tpu"):
             problems.append("BadStepGuard reads a number in each step, which XLA would wait for: leave it out there.")
-        if sum(isinstance(one, StepGuard) for one in config.callbacks) > 1:
-            problems.append("several BadStepGuards: give one.")
         return problems
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:

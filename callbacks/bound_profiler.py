@@ -128,10 +128,9 @@ class BoundProfiler(Profiler):
     # -- the profiled steps --------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
 
-        on_cuda = trainer.strategy.device.type == "cuda"
-        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
+        self._profile = profile()
         self._profile.__enter__()
         self._left = self.steps
         self._begun, self._host_before = time.perf_counter(), _seconds(trainer.run.times.seconds)

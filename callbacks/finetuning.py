@@ -14,6 +14,7 @@ from trainer.arguments import NonNegativeInt, PositiveFloat
 from trainer.callback import AddsGroups
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
+from trainer.optimizers import parameters_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -105,7 +106,7 @@ class BaseFinetuning(AddsGroups):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that the optimizer does not have yet; a warning says if it has some."""
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = set(map(id, parameters_of([optimizer])))
         every = list(params)
         new = [parameter for parameter in every if id(parameter) not in known]
         if len(new) < len(every):
@@ -131,8 +132,8 @@ class BaseFinetuning(AddsGroups):
             lr: the learning rate of the group. Default: the first group's rate divided by `initial_denom_lr`.
             train_bn: add the parameters of BatchNorms, too.
         """
-        trained = {id(one) for one in BaseFinetuning.filter_params(modules, requires_grad=True)}
-        trained &= {id(one) for group in optimizer.param_groups for one in group["params"]}
+        trained = set(map(id, BaseFinetuning.filter_params(modules, requires_grad=True)))
+        trained &= set(map(id, parameters_of([optimizer])))
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
@@ -241,7 +242,7 @@ class BackboneFinetuning(BaseFinetuning):
         else:
             rate = self.lambda_func(epoch + 1) * self._rates[number]
             self._rates[number] = min(rate, current) if self.should_align else rate
-            backbone = {id(parameter) for parameter in pl_module.backbone.parameters()}
+            backbone = set(map(id, pl_module.backbone.parameters()))
             for group in optimizer.param_groups:
                 if backbone.issuperset(map(id, group["params"])):
                     group["lr"] = self._rates[number]

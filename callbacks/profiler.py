@@ -131,19 +131,13 @@ class SimpleProfiler(Profiler):
             return
         self._phases.count()
         self._running = False
-        if trainer.is_global_zero and self.dirpath is not None:
-            self.write_results(self.table() + "\n")
-        elif trainer.is_global_zero:
-            trainer.print(self.table())
-            hint = self._hint(trainer.train_loader)
-            if hint is not None:
-                trainer.print(hint)
-
-    def _hint(self, loader: BatchLoader | None) -> str | None:
+        if not trainer.is_global_zero:
+            return
+        self.report(trainer, self.table())
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
-        if share < self.MUCH or loader is None:
-            return None
-        return f"{share:.0%} of the time went into waiting for training data. {faster_loading(loader)}"
+        if share >= self.MUCH and trainer.train_loader is not None:
+            advice = faster_loading(trainer.train_loader)
+            trainer.print(f"{share:.0%} of the time went into waiting for training data. {advice}")
 
 
 def faster_loading(loader: BatchLoader) -> str:

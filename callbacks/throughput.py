@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 
 from trainer.arguments import Limit, PositiveInt, number_of
-from trainer.callback import Callback
+from trainer.callback import Callback, problem_of_several
 from trainer.model.compile import compilations
 from trainer.model.peak_flops import peak_of
 
@@ -90,8 +90,7 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
-        return [] if self is twins[0] else ["several ThroughputMonitors would mix their values: give one."]
+        return problem_of_several(self, config, ThroughputMonitor, "ThroughputMonitors would mix their values")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveInt
-from trainer.callback import Callback
+from trainer.callback import Callback, problem_of_several
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
@@ -48,10 +48,7 @@ class AveragingCallback(Callback):
         self._count = 0
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        several = [one for one in config.callbacks if isinstance(one, AveragingCallback)]
-        problems = []
-        if len(several) > 1 and several[0] is self:
-            problems.append(f"{len(several)} callbacks average the weights: give one.")
+        problems = problem_of_several(self, config, AveragingCallback, "callbacks average the weights")
         if config.device_type in ("xla", "tpu"):
             problems.append(
                 f"{type(self).__name__} does not run on XLA devices: average the checkpoints after the training."

@@ -38,7 +38,7 @@ from typing import (
     get_type_hints,
 )
 
-from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems, shown
 from trainer.names.misses import further_arguments, is_default, words_for
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
@@ -333,6 +333,12 @@ def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = ""
         name = f"{prefix}{key}"
         flat |= flat_names(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def require_bool(argument: str, value: Any) -> None:
+    """Raise a ConfigError for an argument that is neither a bool nor None, such as "no", which would count as true."""
+    if not fits(with_python_numbers(value), bool | None):
+        raise ConfigError(f"{argument}={shown(value)}: give True or False.")
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

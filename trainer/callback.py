@@ -345,6 +345,12 @@ class Checkpoint(Callback):
         return None
 
 
+def problem_of_several(callback: Callback, config: Any, kind: type, what: str) -> list[str]:
+    """Return a problem if `callback` is the first of several callbacks of a kind, which is described by `what`."""
+    several = [one for one in config.callbacks if isinstance(one, kind)]
+    return [f"{len(several)} {what}: give one."] if len(several) > 1 and several[0] is callback else []
+
+
 def attach(callback: Callback, trainer: Trainer) -> None:
     """Give a callback the trainer of the run, which its copies and pickles leave out."""
     callback.__dict__["_trainer"] = trainer

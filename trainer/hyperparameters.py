@@ -664,15 +664,6 @@ def _class_named(owner: type, name: str, base: type) -> Any:
     return next((one for one in alike if one.__module__ == module), alike[0])
 
 
-def with_plain_numbers(value: Any) -> Any:
-    """Return data with numpy's numbers replaced by Python's, for programs that know only those."""
-    if is_numpy_number(value):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: with_plain_numbers(item) for key, item in value.items()}
-    return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
 

@@ -26,6 +26,7 @@ from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
 from trainer.names.misses import Answers
+from trainer.optimizers import parameters_of
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
@@ -276,12 +277,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             optimizer: as `optimizers` returns it, or torch's.
             optimizer_idx: no effect; Lightning 1 has it.
         """
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for wrapped in self.trainer.manual_optimizers:
-            for group in wrapped.param_groups:
-                for parameter in group["params"]:
-                    self._requires_grad.setdefault(parameter, parameter.requires_grad)
-                    parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
+        mine = set(map(id, parameters_of([optimizer])))
+        for parameter in parameters_of(self.trainer.manual_optimizers):
+            self._requires_grad.setdefault(parameter, parameter.requires_grad)
+            parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""

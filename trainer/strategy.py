@@ -37,6 +37,7 @@ from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import SettingParts, load_weights, move_module, with_parts
 from trainer.module import TrainModule
 from trainer.names.misses import Answers, member_words, words_for
+from trainer.optimizers import parameters_of
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
 
@@ -293,8 +294,9 @@ class Strategy(ChecksArguments, Answers):
             factor = scale / before
         else:
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            parameter.grad.mul_(factor)
+        for parameter in parameters_of([optimizer]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`.
@@ -437,7 +439,7 @@ def for_another_module(strategy: Strategy) -> Strategy:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether a parameter of the optimizer has a gradient."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
 
 
 def marks_of_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:

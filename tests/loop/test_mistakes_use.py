@@ -290,3 +290,14 @@ def test_state_that_is_not_data(arguments: dict[str, Any]) -> None:
 
 def test_a_member_of_an_enumeration_is_no_loader() -> None:
     refused(lambda: quiet().validate(net(), Level.TWO))
+
+
+def test_a_text_in_place_of_a_bool_is_refused() -> None:
+    trainer = quiet()
+    for call in (
+        lambda: trainer.validate(Toy(), loader(1), verbose="no"),  # type: ignore[arg-type]
+        lambda: trainer.test(Toy(), loader(1), verbose="no"),  # type: ignore[arg-type]
+        lambda: trainer.predict(Toy(), loader(1), return_predictions="no"),  # type: ignore[arg-type]
+    ):
+        with raises_recorded(ConfigError):
+            call()
