@@ -108,9 +108,8 @@ class BadStepGuard(StepGuard):
         if path is not None:
             self.left_out.add((bad.epoch, bad.batch))
         if trainer.is_global_zero:
-            what = "skipped" if path is None else "left out after going back"
-            note = ", as there is no checkpoint yet" if self.action == "rewind" and path is None else ""
-            log.warning("%s: it is %s%s", explain(bad), what, note)
+            what = "skipped" if path is None else f"left out after going back to {path}"
+            log.warning("%s: it is %s", explain(bad), what)
         return path
 
     # -- state ---------------------------------------------------------------------------------------------------------

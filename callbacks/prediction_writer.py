@@ -20,6 +20,7 @@ from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from trainer.checkpoint.storage import StoragePath
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -143,8 +144,8 @@ class PredictionWriter(BasePredictionWriter):
             refuse_link(folder)
         processes = trainer.strategy.processes
         if processes.reports:
-            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
-            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
+            place = processes.reader, processes.readers
+            self._parts = _Parts(folder, self.format, *place, self.max_shard_size, trainer.run.resumed_from)
 
     def write_on_batch_end(
         self,
@@ -177,7 +178,7 @@ class _Parts:
     """The part files of one process. A part holds batches of one loader, in order."""
 
     def __init__(
-        self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: str | None
+        self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: StoragePath | None
     ) -> None:
         self.folder, self.format, self.max_shard_size, self.origin = folder, format, max_shard_size, origin
         self.stem = _stem(rank, world_size)
@@ -241,7 +242,7 @@ class _Parts:
         """Write the last part, and the index, which marks the predictions as complete."""
         self.close_part()
         with _written(self.folder / f"{self.stem}.json") as temporary:
-            temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}) + "\n")
+            temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}, default=str) + "\n")
 
 
 def _stem(rank: int, world_size: int) -> str:

@@ -138,8 +138,7 @@ class StragglerMonitor(Callback):
             self._gather_times(trainer.strategy.processes)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self._steps > 0:
-            self._gather_times(trainer.strategy.processes)
+        self.on_train_epoch_end(trainer, pl_module)  # a stop inside an epoch
         if self.total:
             trainer.print(self.table())
 

@@ -159,26 +159,26 @@ def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, 
     given = given_arguments(cls, args, options)
     if given:
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        defaults = {name: _in_words(one.default) for name, one in parameters.items()}
-        given = {name: value for name, value in given.items() if _in_words(value) != defaults.get(name)}
-    text = f"{cls.__qualname__}: {_in_words(given)}"
+        defaults = {name: _fingerprint_text(one.default) for name, one in parameters.items()}
+        given = {name: value for name, value in given.items() if _fingerprint_text(value) != defaults.get(name)}
+    text = f"{cls.__qualname__}: {_fingerprint_text(given)}"
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _in_words(value: Any) -> str:
+def _fingerprint_text(value: Any) -> str:
     if isinstance(value, PurePath):
         return repr(str(value))
     if type(value) in (list, tuple):  # a configuration has lists in place of tuples
-        return f"[{', '.join(map(_in_words, value))}]"
+        return f"[{', '.join(map(_fingerprint_text, value))}]"
     if type(value) in (set, frozenset):
-        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
+        return f"{{{', '.join(sorted(map(_fingerprint_text, value)))}}}"
     if type(value) is dict:
-        items = sorted(zip(map(_in_words, value), map(_in_words, value.values()), strict=True))
+        items = sorted(zip(map(_fingerprint_text, value), map(_fingerprint_text, value.values()), strict=True))
         return f"{{{', '.join(map(': '.join, items))}}}"
     if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
         code = value.__code__
-        told = code.co_code, code.co_names, _without_address(code.co_consts)
-        return f"{value.__module__}.{value.__qualname__}{told}"
+        parts = code.co_code, code.co_names, _without_address(code.co_consts)
+        return f"{value.__module__}.{value.__qualname__}{parts}"
     if isinstance(value, (type, FunctionType, MethodType)):
         return f"{value.__module__}.{value.__qualname__}"
     if type(value) in (NoneType, bool, int, float, str, bytes, timedelta):

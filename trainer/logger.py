@@ -73,7 +73,7 @@ class Logger(Callback):
     place: LoggerFolder | None = None
     """The folder of the files, for a logger that writes its own files. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
-    _told_media = False
+    _has_noted_media = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class Logger(Callback):
     def log_media(self, key: str, media: Media, step: int) -> None:
         """Record `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`; a logger that can overrides
         this."""
-        if not self._told_media:
-            self._told_media = True
+        if not self._has_noted_media:
+            self._has_noted_media = True
             what = f"{type(media).__name__.lower()} such as {key!r}"
             log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
 

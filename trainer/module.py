@@ -252,13 +252,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         Args:
             use_pl_optimizer: False for torch's own optimizers.
         """
-        wrapped: list[Any] = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
-        return wrapped[0] if len(wrapped) == 1 else wrapped
+        return _one_or_all(self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of several, or None; with manual optimization, `training_step` steps them."""
         schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
-        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+        return _one_or_all(schedulers) if schedulers else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization: scale the loss, and average the gradients over processes.
@@ -627,3 +626,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    """Return the only one of some items, or the list of several."""
+    return items[0] if len(items) == 1 else items

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -213,12 +214,15 @@ def _match_inputs(module: nn.Module) -> None:
 
     A sum of a float32 table and 16-bit numbers is float32, which a 16-bit layer would refuse.
     """
-    layers = [layer for layer in module.modules() if not has_statistics(layer)]
-    tensors = (t for one in layers for t in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
-    if not any(tensor.dim() and tensor.dtype in (torch.float32, torch.float64) for tensor in tensors):
+    own_tensors = {
+        layer: [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        for layer in module.modules()
+        if not has_statistics(layer)
+    }
+    every = chain.from_iterable(own_tensors.values())
+    if not any(tensor.dim() and tensor.dtype in (torch.float32, torch.float64) for tensor in every):
         return
-    for layer in layers:
-        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    for layer, own in own_tensors.items():
         takes_floats = _is_of_torch(layer) and bool(own) and own[0].dtype in _FLOATING
         if takes_floats and _cast_inputs not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)

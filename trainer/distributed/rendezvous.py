@@ -123,7 +123,7 @@ def _process_key(rank: int) -> str:
 
 
 def _refuse(store: Store, rank: int, why: str) -> None:
-    """Raise on this process, and on all that still wait; those that have met go on."""
+    """Raise on this process, and on all that still wait; processes that have met continue."""
     if not store.check(["trainer/complete/1"]):
         store.set(_REFUSED, why)
     if rank == 0:
