@@ -64,10 +64,10 @@ class BaseFinetuning(AddsGroups):
         """Return the submodules without children, and those that hold parameters themselves."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
-        if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
-            every: Iterable[nn.Module] = modules.modules()
+        if isinstance(modules, Iterable):
+            every: Iterable[nn.Module] = [one for inner in modules for one in BaseFinetuning.flatten_modules(inner)]
         else:
-            every = [one for inner in modules for one in BaseFinetuning.flatten_modules(inner)]
+            every = modules.modules()
         return [one for one in every if not list(one.children()) or one._parameters]
 
     @staticmethod

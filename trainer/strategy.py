@@ -285,9 +285,7 @@ class Strategy(ChecksArguments, Answers):
         before = self._scaled_by.get(id(optimizer), scale)
         self._scaled_by[id(optimizer)] = scale
         if self._unscaled.pop(id(optimizer), None) is not None:
-            states = scaler._per_optimizer_states
-            state = states.pop(id(optimizer))
-            states[id(state)] = state  # `update` uses the values only
+            state = _set_aside(scaler, optimizer)
             overflows = torch.stack([*state["found_inf_per_device"].values()]).sum()
             factor = torch.where(overflows > 0, torch.inf, scale)  # clipping may have made them finite
         elif before is not scale:
@@ -323,9 +321,7 @@ class Strategy(ChecksArguments, Answers):
         elif self.scaler is not None and has_gradients(optimizer):
             self.scaler.step(optimizer, **options)
             # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
-            states = self.scaler._per_optimizer_states
-            state = states.pop(id(optimizer))
-            states[id(state)] = state  # `update` uses the values only
+            _set_aside(self.scaler, optimizer)
             self._unscaled.pop(id(optimizer), None)
             self._scaled_by.pop(id(optimizer), None)
         else:
@@ -442,6 +438,14 @@ def has_gradients(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
 
 
+def _set_aside(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> dict[str, Any]:
+    """Have a scaler forget that it has unscaled an optimizer's gradients; return what it has found in them."""
+    states = scaler._per_optimizer_states
+    state = states.pop(id(optimizer))
+    states[id(state)] = state  # `update` uses the values only
+    return state
+
+
 def marks_of_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
     """Return numbers that change with the gradients."""
     gradients = [parameter.grad for parameter in parameters]
@@ -483,17 +487,9 @@ class ChangingBuffers:
 
     def __init__(self, strategy: Strategy, names: Iterable[str] = ()) -> None:
         self._processes = strategy.processes
-        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._places = _places_of_buffers(strategy)
         self.names = {*names}
         """The buffers that a step of some process has changed, by name."""
-        wrapped: Any = getattr(strategy, "wrapped", None)
-        by_torch = isinstance(wrapped, DistributedDataParallel)
-        if by_torch and wrapped.broadcast_buffers:
-            by_torch = bool(wrapped.modules_buffers)  # else it broadcasts none that comes later
-        for path, owner in strategy.module.named_modules() if not by_torch else ():
-            for name, buffer in owner._buffers.items() if not isinstance(owner, _NormBase) else ():
-                if buffer is None or buffer.numel():
-                    self._places[f"{path}.{name}"] = owner, name
         self._seen, self._followed = self._versions(), self._places_of_names()
         self._begins = True
         """True until `follow` is called."""
@@ -509,9 +505,7 @@ class ChangingBuffers:
         """Broadcast the buffers that steps change, before step number `step`. Collective."""
         looks = bool(self._places) and (step < _FIRST_STEPS or step % _EVERY == 0)
         if self._begins and self._places:  # a run before this one may have left each process its own
-            self._processes.broadcast_over_readers(
-                [b for o, n in self._places.values() if (b := o._buffers[n]) is not None]
-            )
+            self._broadcast(self._places.values())
             self._seen = self._versions()
         self._begins = False
         if looks:
@@ -522,10 +516,28 @@ class ChangingBuffers:
             self.names |= {key for key, changes, lack in zip(self._seen, *found, strict=True) if changes and not lack}
             self._followed = self._places_of_names()
         if self._followed:
-            now_there = (owner._buffers[name] for owner, name in self._followed)
-            self._processes.broadcast_over_readers([buffer for buffer in now_there if buffer is not None])
+            self._broadcast(self._followed)
         if looks:
             self._seen = self._versions()
+
+    def _broadcast(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        buffers = (owner._buffers[name] for owner, name in places)
+        self._processes.broadcast_over_readers([buffer for buffer in buffers if buffer is not None])
+
+
+def _places_of_buffers(strategy: Strategy) -> dict[str, tuple[nn.Module, str]]:
+    """Return the owner and name of each buffer that steps may change, by path; empty if torch's DDP broadcasts them."""
+    wrapped: Any = getattr(strategy, "wrapped", None)
+    # With `broadcast_buffers`, DDP does not know the buffers that come later.
+    if isinstance(wrapped, DistributedDataParallel) and (wrapped.modules_buffers or not wrapped.broadcast_buffers):
+        return {}
+    return {
+        f"{path}.{name}": (owner, name)
+        for path, owner in strategy.module.named_modules()
+        if not isinstance(owner, _NormBase)
+        for name, buffer in owner._buffers.items()
+        if buffer is None or buffer.numel()
+    }
 
 
 class Values:
@@ -767,7 +779,7 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
     problems = []
     for name, child in module.named_modules():
         bases = [kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch.")]
-        wrapper = next(filter(TORCH_WRAPPERS.__contains__, bases), None)
+        wrapper = next((base for base in bases if base in TORCH_WRAPPERS), None)
         if wrapper is not None:
             where = ".".join(filter(None, (type(module).__name__, name)))
             problems.append(

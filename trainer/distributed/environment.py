@@ -128,12 +128,12 @@ def _list(variables: Mapping[str, str]) -> str:
 
 def _integer(environ: Mapping[str, str], *names: str, default: int = 0) -> int:
     """Return the number in the first of these variables that is set."""
-    name = next(filter(environ.get, names), None)
-    if name is None:
-        return default
-    if not environ[name].isdecimal():
-        raise ConfigError(f"{name}={environ[name]!r} is not an integer from 0.")
-    return int(environ[name])
+    for name in names:
+        if text := environ.get(name):
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} is not an integer from 0.")
+            return int(text)
+    return default
 
 
 def _place(environ: Mapping[str, str], names: Sequence[str]) -> tuple[int, int, int, int]:
@@ -195,7 +195,7 @@ class _Mpi:
     """The rank of the first process."""
 
     def read(self, environ: Mapping[str, str]) -> Environment | str:
-        found = [next(filter(environ.get, choice), "") for choice in self.names]
+        found = [next((name for name in choice if environ.get(name)), "") for choice in self.names]
         missing = [choice[0] for choice, name in zip(self.names, found, strict=True) if not name]
         if missing:
             return f"{', '.join(missing)} not set"
