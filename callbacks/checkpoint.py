@@ -495,9 +495,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
-        counts = {"epoch": run.progress.epoch_of_step, "step": run.progress.step}
-        if self.monitor in counts:
-            return float(counts[self.monitor])
+        if self.monitor in ("epoch", "step"):
+            return float(run.progress.epoch_of_step if self.monitor == "epoch" else run.progress.step)
         measured = run.monitored(self.monitor or "")
         if measured is None or measured.step != run.progress.step:
             return None
