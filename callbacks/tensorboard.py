@@ -18,9 +18,10 @@ from trainer.arguments import NonNegativeFloat, flat_names, make_folder
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, require_package
-from trainer.logger import FileLogger, LogFile, Overridable, rank_zero_experiment
+from trainer.logger import FileLogger, LogFile, rank_zero_experiment
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Text
+from trainer.names.aliases import Alias
 from trainer.strategy import eval_mode
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class TensorBoardLogger(FileLogger):
         self._before: list[Path] = []
         """The files of the training that were there when the run opened its own."""
 
-    sub_dir = Overridable(lambda self: self.place.sub_dir)
+    sub_dir = Alias("place.sub_dir")
 
     @property
     def hparams(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
+from trainer.names.aliases import Overridable
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -34,17 +35,6 @@ T = TypeVar("T")
 
 RUN_DIRECTORY = LoggerFolder("", None)
 """The folder of loggers that have no `place`."""
-
-
-class Overridable:
-    """A property that an instance may replace with an attribute."""
-
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        self.read = read
-        self.__doc__ = read.__doc__
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else self.read(instance)
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
