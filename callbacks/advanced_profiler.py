@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,10 +56,10 @@ class Profiler(Callback):
         if text := self.summary():
             print(text)
 
-    def report(self, trainer: Trainer, text: str) -> None:
-        """Print the results, or write them to the file of a profiler with a `dirpath`; called on rank 0."""
+    def report(self, text: str, show: Callable[[str], None]) -> None:
+        """Show the results, or write them to the file of a profiler with a `dirpath`; called on rank 0."""
         if self.dirpath is None:
-            trainer.print(text)
+            show(text)
             return
         file = self.dirpath / f"{self.filename or 'profile'}.txt"
         make_folder(file.parent, f"{type(self).__name__}(dirpath=..., filename=...)")
@@ -123,12 +123,12 @@ class AdvancedProfiler(Profiler):
             self.start("fit")
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._end(trainer)
+        self._end(trainer.print)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        self._end(trainer)
+        self._end(trainer.print)
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, show: Callable[[str], None]) -> None:
         if "fit" in self._running:
             self.stop("fit")
-            self.report(trainer, self.summary())
+            self.report(self.summary(), show)

@@ -361,7 +361,7 @@ class ModelCheckpoint(Checkpoint):
         self._error = None
         if not self.save_on_exception or trainer.global_step == self._checkpoints.listed.step:
             return
-        if can_save_after_error(trainer):
+        if can_save_after_error(trainer.world_size):
             self._save(trainer)
             self._finish_write(trainer)
 

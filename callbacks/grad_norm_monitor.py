@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.callback import Callback
-from trainer.callbacks.lr_monitor import group_names, log_own_value, named_optimizers
+from trainer.callbacks.lr_monitor import ValueMonitor, group_names, named_optimizers
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.strategy import OwnParameter, own_parameters, total_norm
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class GradNormMonitor(Callback):
+class GradNormMonitor(ValueMonitor):
     """Log the global norm of the gradients before clipping, and the norms of the weights and of their last update.
 
     `grad_norm` is logged in every step. It is the norm measured by clipping (or by DeepSpeed's engine), or else takes
@@ -72,11 +71,11 @@ class GradNormMonitor(Callback):
             norms |= self._of_groups | self._weight_norms(trainer)
         self._of_groups = {}
         for name, norm in norms.items():
-            log_own_value(self, trainer, name, norm)
+            self.log_own(trainer, name, norm)
 
     def _gradient_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         norms = {}
-        for name, optimizer in _named(trainer):
+        for name, optimizer in self._named(trainer):
             norm = self._norms.pop(id(optimizer), None)
             if norm is None and trainer.module.automatic_optimization:
                 norm = trainer.gradient_norm(optimizer)
@@ -112,7 +111,7 @@ class GradNormMonitor(Callback):
         """Keep the norms of the gradients of the optimizer's groups, if there are several."""
         if len(optimizer.param_groups) == 1:
             return
-        owner = next(name for name, one in _named(trainer) if one is optimizer)
+        owner = next(name for name, one in self._named(trainer) if one is optimizer)
         for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
             alone: Any = SimpleNamespace(param_groups=[group])
             norm = trainer.strategy.clip_gradients(alone, math.inf, "norm")
@@ -122,7 +121,7 @@ class GradNormMonitor(Callback):
     def _named_groups(self, trainer: Trainer) -> dict[str, list[str]]:
         """Return the names of the parameters of each group, by the group's name; empty if there is one group alone."""
         found: dict[str, list[str]] = {}
-        for name, optimizer in _named(trainer):
+        for name, optimizer in self._named(trainer):
             key = (id(optimizer), len(optimizer.param_groups))
             if key not in self._groups:
                 # From the state, since a strategy may have put other tensors in place of the groups' parameters.
@@ -132,11 +131,10 @@ class GradNormMonitor(Callback):
                 found[f"{name}/{suffix}".removesuffix("/")] = members
         return found if len(found) > 1 else {}
 
-
-def _named(trainer: Trainer) -> list[tuple[str, Optimizer]]:
-    """Return the optimizers with their names in the logs."""
-    named = named_optimizers(trainer.optimizers, trainer.scheduler_configs)
-    return [(name.removeprefix("lr-"), optimizer) for name, optimizer, _ in named]
+    def _named(self, trainer: Trainer) -> list[tuple[str, Optimizer]]:
+        """Return the optimizers with their names in the logs."""
+        named = named_optimizers(trainer.optimizers, trainer.scheduler_configs)
+        return [(name.removeprefix("lr-"), optimizer) for name, optimizer, _ in named]
 
 
 def measured(settings: Settings, step: int) -> bool:

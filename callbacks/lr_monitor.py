@@ -17,7 +17,26 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class LearningRateMonitor(Callback):
+class ValueMonitor(Callback):
+    """Base of callbacks that log values which are equal on all processes."""
+
+    def log_own(self, trainer: Trainer, name: str, value: Any, by_step: bool = True) -> None:
+        """Log a value, by step or by epoch.
+
+        Raises:
+            ConfigError: the module or another callback has logged the name, so that the values would be mixed.
+        """
+        entry = trainer.run.metrics.train.entries.get(name)
+        if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
+            raise ConfigError(
+                f"{type(self).__name__} logs {name!r}, and so does the module or another callback: the values would be "
+                "mixed. Give the other one another name."
+            )
+        # The largest of equal values is that value to the last bit; a mean need not be.
+        trainer.log(name, value, weight=1, on_step=by_step, on_epoch=not by_step, reduce_fx="max")
+
+
+class LearningRateMonitor(ValueMonitor):
     """Log the learning rates that a step or an epoch is made with.
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
@@ -62,7 +81,7 @@ class LearningRateMonitor(Callback):
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         for interval, values in self._noted.items():
             for name, value in values.items():
-                log_own_value(self, trainer, name, value, by_step=interval == "step")
+                self.log_own(trainer, name, value, by_step=interval == "step")
         self._noted.clear()
 
     def _note(self, trainer: Trainer, interval: str) -> None:
@@ -80,22 +99,6 @@ class LearningRateMonitor(Callback):
                 yield f"{full_name}-momentum", group["betas"][0] if "betas" in group else group.get("momentum", 0)
             if self.log_weight_decay and "weight_decay" in group:
                 yield f"{full_name}-weight_decay", group["weight_decay"]
-
-
-def log_own_value(owner: Callback, trainer: Trainer, name: str, value: Any, by_step: bool = True) -> None:
-    """Log a value that is equal on all processes, by step or by epoch.
-
-    Raises:
-        ConfigError: the module or another callback has logged the name, so that the values would be mixed.
-    """
-    entry = trainer.run.metrics.train.entries.get(name)
-    if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
-        raise ConfigError(
-            f"{type(owner).__name__} logs {name!r}, and so does the module or another callback: the values would be "
-            "mixed. Give the other one another name."
-        )
-    # The largest of equal values is that value to the last bit; a mean need not be.
-    trainer.log(name, value, weight=1, on_step=by_step, on_epoch=not by_step, reduce_fx="max")
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

@@ -50,7 +50,7 @@ class OnExceptionCheckpoint(Callback):
             require_writable(as_storage_path(self.dirpath), f"OnExceptionCheckpoint(dirpath={self.dirpath!r})")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        if trainer.stage != "fit" or trainer.settings.fast_dev_run or not can_save_after_error(trainer):
+        if trainer.stage != "fit" or trainer.settings.fast_dev_run or not can_save_after_error(trainer.world_size):
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
@@ -58,8 +58,8 @@ class OnExceptionCheckpoint(Callback):
             log.error("%s", error)
 
 
-def can_save_after_error(trainer: Trainer) -> bool:
+def can_save_after_error(world_size: int) -> bool:
     """Return True in a run of one process; else log that nothing is written, as that would need the others."""
-    if trainer.world_size > 1:
+    if world_size > 1:
         log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
-    return trainer.world_size == 1
+    return world_size == 1

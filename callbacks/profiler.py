@@ -133,7 +133,7 @@ class SimpleProfiler(Profiler):
         self._running = False
         if not trainer.is_global_zero:
             return
-        self.report(trainer, self.table())
+        self.report(self.table(), trainer.print)
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
         if share >= self.MUCH and trainer.train_loader is not None:
             advice = faster_loading(trainer.train_loader)

@@ -444,7 +444,7 @@ def _kind_of(value: Any) -> str | None:
 
 
 class _Codec(NamedTuple):
-    """How a checkpoint holds values of one kind."""
+    """Functions that take values of one kind apart, and make them again."""
 
     content: Callable[[Any], Any]
     """Returns what is stored of a value: a scalar, or a list, tuple or dict, whose items are stored in the same way."""

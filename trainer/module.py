@@ -382,7 +382,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
-            ConfigError: `map_location` names no device of this machine.
+            ConfigError: `map_location` names no device of this machine; or `strict` contradicts `strict_loading`.
             CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
@@ -400,6 +400,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = construct(cls, arguments)
             module.configure_model()
+        if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:
+            raise ConfigError(
+                f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
+                f"{module.strict_loading}: leave strict out, or set both to the same value."
+            )
         with loaded_by_hooks(checkpoint) as shown:
             module.on_load_checkpoint(shown)
         strict = module.strict_loading if strict is None else strict
