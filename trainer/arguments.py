@@ -337,7 +337,7 @@ def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = ""
 
 def require_bool(argument: str, value: Any) -> None:
     """Raise a ConfigError for an argument that is neither a bool nor None, such as "no", which would count as true."""
-    if not fits(with_python_numbers(value), bool | None):
+    if value is not None and not isinstance(with_python_numbers(value), bool):
         raise ConfigError(f"{argument}={shown(value)}: give True or False.")
 
 

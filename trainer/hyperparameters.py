@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -273,8 +274,10 @@ def constructor_arguments(
         CheckpointError: an argument is missing or unknown, or a value's class no longer exists.
     """
     signature = inspect.signature(owner)
-    known = {name: kind for name, kind in (kinds or {}).items() if name in stored and name not in given}
-    stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
+    stored = dict(stored)
+    for name, kind in (kinds or {}).items():
+        if name in stored and name not in given:
+            stored[name] = as_given(stored[name], kind, owner, name)
     own, wholes = own_and_inside(stored, inside)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     arguments = {name: stored[name] for name in own if takes_any or name in signature.parameters}
@@ -492,22 +495,26 @@ def _dtype(name: str, detail: None, owner: type) -> Any:
     return {one: value for one, value in vars(torch).items() if isinstance(value, torch.dtype)}[name]
 
 
-def _made_by(cls: Callable[[Any], Any]) -> Callable[[Any, Any, type], Any]:
-    """Return the function of a `_Codec` that makes a value of its content alone."""
-    return lambda content, detail, owner: cls(content)
+def _made_by(cls: Callable[[Any], Any], content: Any, detail: Any, owner: type) -> Any:
+    """Make a value of its content alone."""
+    return cls(content)
 
 
 _CODECS: dict[str, _Codec] = {
     "list": _Codec(list),
     "tuple": _Codec(tuple),
     "deque": _Codec(list, lambda content, detail, owner: deque(content, detail), lambda value: value.maxlen),
-    **{one.__name__: _Codec(_sorted, _made_by(one)) for one in (set, frozenset)},
+    "set": _Codec(_sorted, partial(_made_by, set)),
+    "frozenset": _Codec(_sorted, partial(_made_by, frozenset)),
     "dict": _Codec(dict),
-    **{one.__name__: _Codec(dict, _made_by(one)) for one in (OrderedDict, Counter, Hyperparameters)},
+    "OrderedDict": _Codec(dict, partial(_made_by, OrderedDict)),
+    "Counter": _Codec(dict, partial(_made_by, Counter)),
+    "Hyperparameters": _Codec(dict, partial(_made_by, Hyperparameters)),
     "Namespace": _Codec(vars, lambda content, detail, owner: Namespace(**content)),
     "SimpleNamespace": _Codec(vars, lambda content, detail, owner: SimpleNamespace(**content)),
-    "path": _Codec(os.fspath, _made_by(Path)),
-    **{one.__name__: _Codec(os.fspath, _made_by(one)) for one in (PurePosixPath, PureWindowsPath)},
+    "path": _Codec(os.fspath, partial(_made_by, Path)),
+    "PurePosixPath": _Codec(os.fspath, partial(_made_by, PurePosixPath)),
+    "PureWindowsPath": _Codec(os.fspath, partial(_made_by, PureWindowsPath)),
     "range": _Codec(lambda value: (value.start, value.stop, value.step), lambda bounds, _, owner: range(*bounds)),
     "timedelta": _Codec(
         datetime.timedelta.total_seconds,
@@ -530,9 +537,13 @@ _CODECS: dict[str, _Codec] = {
 }
 _BY_CLASS: dict[type, str] = {
     type(Path()): "path",
-    **{one: one.__name__ for one in (list, tuple, deque, set, frozenset, range, datetime.timedelta)},
-    **{one: one.__name__ for one in (dict, OrderedDict, Counter, Hyperparameters, Namespace, SimpleNamespace)},
-    **{one: one.__name__ for one in (PurePosixPath, PureWindowsPath)},
+    **{
+        one: one.__name__
+        for one in (
+            *(list, tuple, deque, set, frozenset, range, datetime.timedelta, PurePosixPath, PureWindowsPath),
+            *(dict, OrderedDict, Counter, Hyperparameters, Namespace, SimpleNamespace),
+        )
+    },
 }
 _DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
 

@@ -234,7 +234,7 @@ class Settings:
     @property
     def max_seconds(self) -> float | None:
         """Return `max_time` in seconds."""
-        return read_duration(self.max_time, "max_time")
+        return None if self.max_time is None else read_duration(self.max_time, "max_time")
 
     @property
     def validation_seconds(self) -> float | None:

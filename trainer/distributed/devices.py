@@ -26,6 +26,8 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         ConfigError: the name is unknown, or there is no such device.
     """
     others = _other_accelerators()
+    if accelerator == "cpu":
+        return "cpu", "cpu: as asked"
     if accelerator not in (*ACCELERATORS, *others):
         raise unknown_name_error("accelerator", accelerator, [*ACCELERATORS, *others], OTHER_ACCELERATORS)
     is_there: dict[str, Callable[[], bool]] = {

@@ -100,9 +100,11 @@ def _refuse_one_of_several(environ: Mapping[str, str]) -> None:
     if environ.get("RAY_JOB_ID") or environ.get("SLURM_STEP_ID"):
         return
     for mpi in (*_MPI, *_WITHOUT_SIZE):
-        rank = _integer(environ, *mpi.names[0], default=mpi.first)
+        if not any(map(environ.get, mpi.names[0])):
+            continue
+        rank = _integer(environ, *mpi.names[0])
         size = _integer(environ, *mpi.names[1], default=1) if mpi.names[1:] else 1
-        if any(map(environ.get, mpi.names[0])) and (rank > mpi.first or size > 1):
+        if rank > mpi.first or size > 1:
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             raise ConfigError(
                 f"{_list(given)} set, but not all of rank, size, local rank and local size, so that each of several "
@@ -195,7 +197,7 @@ class _Mpi:
     """The rank of the first process."""
 
     def read(self, environ: Mapping[str, str]) -> Environment | str:
-        found = [next((name for name in choice if environ.get(name)), "") for choice in self.names]
+        found = [next(filter(environ.get, choice), "") for choice in self.names]
         missing = [choice[0] for choice, name in zip(self.names, found, strict=True) if not name]
         if missing:
             return f"{', '.join(missing)} not set"

@@ -25,5 +25,4 @@ class Alias(Overridable):
     """An attribute whose value is at the path `path` of its object."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(attrgetter(path))
-        self.path, self.__doc__ = path, f"The same as `{path}`."
+        self.path, self.read, self.__doc__ = path, attrgetter(path), f"The same as `{path}`."
