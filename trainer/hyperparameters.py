@@ -317,7 +317,7 @@ def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
     """Return the object that holds all hyperparameters: the dataclass of the annotation, or with attributes."""
     options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
     if any(_is_of_omegaconf(one) for one in options):
-        return _omegaconf(_nested(entries, dict), {})
+        return _omegaconf(_nested(entries, dict), {}, owner)
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
             return as_given(entries, ["dataclass", f"{cls.__module__}:{cls.__qualname__}", None], owner, argument)
@@ -446,6 +446,20 @@ def _kind_of(value: Any) -> str | None:
     return "dataclass" if _has_all_fields(value) else None
 
 
+def _has_all_fields(value: Any) -> bool:
+    """Whether a value is a dataclass whose constructor takes its fields, and nothing else such as an InitVar."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    taken = {field.name for field in dataclasses.fields(value) if field.init}
+    return inspect.signature(type(value)).parameters.keys() == taken
+
+
+def _is_of_omegaconf(kind: Any) -> bool:
+    """Whether a class is one of OmegaConf's configurations."""
+    names = ("DictConfig", "ListConfig")
+    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
+
+
 class _Codec(NamedTuple):
     """Functions that take values of one kind apart, and make them again."""
 
@@ -475,6 +489,13 @@ def _enum_member(content: Any, detail: Any, owner: type) -> Any:
     return cls[detail[1]] if detail[1] in cls.__members__ else cls(content)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a path, or what JSON can hold: data that does not contain itself."""
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return bool(json.dumps(value, default=os.fspath))
+    return False
+
+
 def _fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, and the data that were added to it."""
     own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -487,6 +508,33 @@ def _dataclass(content: Any, detail: Any, owner: type) -> Any:
     made = cls(**{name: content[name] for name in names})
     for field, item in content.items():  # `__post_init__` may have changed them
         object.__setattr__(made, field, item)
+    return made
+
+
+def _content_of_omegaconf(value: Any) -> Any:
+    """Return a configuration with its references unresolved, or with their values if it is a part of another one."""
+    omegaconf = sys.modules["omegaconf"].OmegaConf
+    content = omegaconf.to_container(value)
+    with contextlib.suppress(Exception):  # a value that is still to come, a resolver that is not there: as written
+        resolved = omegaconf.to_container(value, resolve=True)
+        with contextlib.suppress(Exception):  # of a part of a configuration: the other parts are not stored
+            if omegaconf.to_container(omegaconf.create(content), resolve=True) == resolved:
+                return content
+        return resolved
+    return content
+
+
+def _flags(config: Any) -> dict[str, bool]:
+    omegaconf = sys.modules["omegaconf"].OmegaConf
+    return {"readonly": bool(omegaconf.is_readonly(config)), "struct": bool(omegaconf.is_struct(config))}
+
+
+def _omegaconf(content: Any, flags: Mapping[str, bool], owner: type) -> Any:
+    from omegaconf import OmegaConf
+
+    made = OmegaConf.create(content)
+    OmegaConf.set_readonly(made, flags.get("readonly") or None)
+    OmegaConf.set_struct(made, flags.get("struct") or None)
     return made
 
 
@@ -528,11 +576,7 @@ _CODECS: dict[str, _Codec] = {
     "namedtuple": _Codec(
         tuple, lambda content, detail, owner: _class_named(owner, detail, tuple)(*content), _full_name
     ),
-    "omegaconf": _Codec(
-        lambda value: _content_of_omegaconf(value),
-        lambda content, detail, owner: _omegaconf(content, detail),
-        lambda value: _flags(value),
-    ),
+    "omegaconf": _Codec(_content_of_omegaconf, _omegaconf, _flags),
     "dataclass": _Codec(_fields_of, _dataclass, _full_name),
 }
 _BY_CLASS: dict[type, str] = {
@@ -573,63 +617,14 @@ def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str
     return stored, [name, of_keys if name in _DICTS else detail, of_items]
 
 
-def _has_all_fields(value: Any) -> bool:
-    """Whether a value is a dataclass whose constructor takes its fields, and nothing else such as an InitVar."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    taken = {field.name for field in dataclasses.fields(value) if field.init}
-    return inspect.signature(type(value)).parameters.keys() == taken
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a path, or what JSON can hold: data that does not contain itself."""
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        return bool(json.dumps(value, default=os.fspath))
-    return False
-
-
-def _is_of_omegaconf(kind: Any) -> bool:
-    """Whether a class is one of OmegaConf's configurations."""
-    names = ("DictConfig", "ListConfig")
-    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
-
-
-def _content_of_omegaconf(value: Any) -> Any:
-    """Return a configuration with its references unresolved, or with their values if it is a part of another one."""
-    omegaconf = sys.modules["omegaconf"].OmegaConf
-    content = omegaconf.to_container(value)
-    with contextlib.suppress(Exception):  # a value that is still to come, a resolver that is not there: as written
-        resolved = omegaconf.to_container(value, resolve=True)
-        with contextlib.suppress(Exception):  # of a part of a configuration: the other parts are not stored
-            if omegaconf.to_container(omegaconf.create(content), resolve=True) == resolved:
-                return content
-        return resolved
-    return content
-
-
-def _flags(config: Any) -> dict[str, bool]:
-    omegaconf = sys.modules["omegaconf"].OmegaConf
-    return {"readonly": bool(omegaconf.is_readonly(config)), "struct": bool(omegaconf.is_struct(config))}
-
-
-def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
-    from omegaconf import OmegaConf
-
-    made = OmegaConf.create(content)
-    OmegaConf.set_readonly(made, flags.get("readonly") or None)
-    OmegaConf.set_struct(made, flags.get("struct") or None)
-    return made
-
-
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value in its original class, which the owner's annotations or modules have to name."""
     try:
         return _made(value, kind, lambda name, content, detail: _CODECS[name].make(content, detail, owner))
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
-            f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
-            f"load_from_checkpoint(path, {where}=...)."
+            f"hyperparameter {where} cannot be made again from the checkpoint ({error})."
+            f"{missing_package_advice(error)} Give it: load_from_checkpoint(path, {where}=...)."
         ) from error
 
 
