@@ -238,7 +238,7 @@ def test_values_that_no_name_holds_are_named(
     make: Callable[[], Model], name: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     make()
-    assert caplog.text.count("no checkpoint contains them") == (name is not None)
+    assert caplog.text.count("checkpoints do not contain them") == (name is not None)
     assert f"the hyperparameters {name} are" in caplog.text or name is None
 
 
