@@ -14,8 +14,6 @@ from types import ModuleType
 
 def printable(text: str) -> str:
     """Escape the characters that a terminal would interpret, except line ends: names may come from a stranger."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

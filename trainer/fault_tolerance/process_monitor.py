@@ -25,9 +25,7 @@ class LocalProcessMonitor:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._machine = _machine_id()
         self._watched: dict[int, int] = {}  # pidfd of a process: its rank
         self._events = select.poll() if self._machine else None
