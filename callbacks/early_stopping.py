@@ -243,8 +243,10 @@ class EarlyStopping(Callback):
         """Return the reason to stop after the last value; None: there is none."""
         reason = None if self.last_score is None else self._reason_in(self.last_score)
         if reason is None and self.wait_count >= self.patience:
-            best = f"{float(self.best_score):.6g}"
-            reason = f"early stopping: {self.monitor} has not improved in patience={self.patience} checks; best {best}"
+            best = "none" if self._best is None else f"{self._best:.6g}"
+            checks = "validation" if self._checked_at == "validation" else "epoch"
+            waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
+            reason = f"early stopping: {self.monitor} has not improved in {waited}; best {best}"
         return reason
 
     def _reason_in(self, score: float) -> str | None:

@@ -62,13 +62,13 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         epochs_run([5, 6, 7, 8], patience=2)
         epochs_run([4, 3], patience=2)  # ends by itself
     (message,) = [record.getMessage() for record in caplog.records if "stopped" in record.getMessage()]
-    assert message == "stopped after step 3: early stopping: val_loss has not improved in patience=2 checks; best 5"
+    assert message == "stopped after step 3: early stopping: val_loss has not improved in 2 validations; best 5"
 
 
 def test_the_reason_names_value_and_best() -> None:
     trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=2)])
     trainer.fit(Scripted([3, 4, 5, 6]), loader(1), loader(1))
-    assert trainer.stop_reason == "early stopping: val_loss has not improved in patience=2 checks; best 3"
+    assert trainer.stop_reason == "early stopping: val_loss has not improved in 2 validations; best 3"
 
 
 def test_patience_counts_validations_inside_an_epoch() -> None:
@@ -119,7 +119,7 @@ def test_a_stop_before_min_epochs_is_remembered() -> None:
     trainer.fit(Scripted([3, 4, 2, 1, 0, -1, -2, -3, -4]), loader(1), loader(1))
     assert (trainer.current_epoch, trainer.stop_reason) == (
         6,
-        "early stopping: val_loss has not improved in patience=1 checks; best 3",
+        "early stopping: val_loss has not improved in 1 validation; best 3",
     )
 
 

@@ -150,7 +150,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_early_stopping_ends_both_after_the_same_step(results: list[dict[str, Any]]) -> None:
-    reason = "early stopping: val_loss has not improved in patience=2 checks; best 0"
+    reason = "early stopping: val_loss has not improved in 2 validations; best 0"
     assert [one["early stopping"] for one in results] == [(3, reason)] * 2
 
 

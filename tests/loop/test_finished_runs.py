@@ -179,7 +179,7 @@ def test_a_run_that_has_ended_stays_as_it_is(drawn: dict[str, Any]) -> None:
     [
         ({}, "max_epochs=3 are done; raise it to go on"),
         ({"trainer": {"max_epochs": 3, "max_steps": 6}}, "the checkpoint has 6 steps, and max_steps=6"),
-        ({"patience": 1}, "early stopping: flat has not improved in patience=1 checks; best 1"),
+        ({"patience": 1}, "early stopping: flat has not improved in 1 validation; best 1"),
     ],
     ids=["epochs", "steps", "early stopping"],
 )
