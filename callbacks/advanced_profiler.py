@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
+from trainer.arguments import PositiveInt, local_path, make_folder, optional_path
 from trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Profiler(Callback):
     filename: str | None = None
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.dirpath = optional_path(dirpath, "dirpath")
         self.filename = None if filename is None else str(local_path(filename, "filename"))
 
     def start(self, action_name: str) -> None:
@@ -56,12 +56,14 @@ class Profiler(Callback):
         if text := self.summary():
             print(text)
 
-    def write_results(self, text: str) -> None:
-        """Write the file of results, for a profiler with a `dirpath`."""
-        assert self.dirpath is not None
+    def report(self, text: str, show: Callable[[str], None]) -> None:
+        """Show the results, or write them to the file of a profiler with a `dirpath`; called on rank 0."""
+        if self.dirpath is None:
+            show(text)
+            return
         file = self.dirpath / f"{self.filename or 'profile'}.txt"
         make_folder(file.parent, f"{type(self).__name__}(dirpath=..., filename=...)")
-        file.write_text(text)
+        file.write_text(text.removesuffix("\n") + "\n")
 
 
 class PassThroughProfiler(Profiler):
@@ -121,16 +123,12 @@ class AdvancedProfiler(Profiler):
             self.start("fit")
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._report(trainer.print)
+        self._end(trainer.print)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        self._report(trainer.print)
+        self._end(trainer.print)
 
-    def _report(self, show: Callable[[str], None]) -> None:
-        if "fit" not in self._running:
-            return
-        self.stop("fit")
-        if self.dirpath is None:
-            show(self.summary())
-            return
-        self.write_results(self.summary())
+    def _end(self, show: Callable[[str], None]) -> None:
+        if "fit" in self._running:
+            self.stop("fit")
+            self.report(self.summary(), show)

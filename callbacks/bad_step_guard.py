@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import PositiveFloat, PositiveInt
-from trainer.callback import Checkpoint, StepGuard
+from trainer.callback import Checkpoint, StepGuard, problem_of_several
 from trainer.checkpoint.disk import open_regular, reason, replace_notes
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -70,7 +70,7 @@ class BadStepGuard(StepGuard):
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
         if stage != "fit":
             return []
-        problems = []
+        problems = problem_of_several(self, config, StepGuard, "BadStepGuards")
         if not module.automatic_optimization:
             problems.append(
                 "BadStepGuard judges the steps of automatic optimization: with automatic_optimization = False look at "
@@ -78,8 +78,6 @@ class BadStepGuard(StepGuard):
             )
         if config.device_type in ("xla", "tpu"):
             problems.append("BadStepGuard reads a number in each step, which XLA would wait for: leave it out there.")
-        if sum(isinstance(one, StepGuard) for one in config.callbacks) > 1:
-            problems.append("several BadStepGuards: give one.")
         return problems
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
@@ -104,15 +102,14 @@ class BadStepGuard(StepGuard):
         if trainer.is_global_zero and not trainer.settings.fast_dev_run:
             _record(trainer.run_dir / "bad_steps.jsonl", {**bad._asdict(), "action": self.action})
         if self.action == "raise":
-            raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would go on without it.")
+            raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would continue without it.")
         if self._in_a_row > self.max_bad_steps:
             raise BadStepError(f"{explain(bad)}: it is number {self._in_a_row} without progress (max_bad_steps).")
         if path is not None:
             self.left_out.add((bad.epoch, bad.batch))
         if trainer.is_global_zero:
-            what = "skipped" if path is None else "left out after going back"
-            note = ", as there is no checkpoint yet" if self.action == "rewind" and path is None else ""
-            log.warning("%s: it is %s%s", explain(bad), what, note)
+            what = "skipped" if path is None else f"left out after going back to {path}"
+            log.warning("%s: it is %s", explain(bad), what)
         return path
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -140,8 +137,10 @@ class BadStepGuard(StepGuard):
 
 
 def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
-    """Return the checkpoint with the most steps among the newest finite ones of all callbacks from which training can
-    go on; None: there is none."""
+    """Return the checkpoint with the most steps among the callbacks' newest finite ones; None without one.
+
+    Checkpoints that hold weights only do not count, because training cannot continue from them.
+    """
     found = {}
     for callback in callbacks:
         try:

@@ -15,6 +15,7 @@ import torch
 
 from trainer.arguments import Limit, local_path
 from trainer.callback import Checkpoint
+from trainer.callbacks.on_exception_checkpoint import can_save_after_error
 from trainer.checkpoint.base_weights import FrozenWeights
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
@@ -24,7 +25,7 @@ from trainer.checkpoint.left_out import LeftOutError
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
-from trainer.errors import CheckpointError, ConfigError, first_of, raise_problems
+from trainer.errors import CheckpointError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir
@@ -72,8 +73,8 @@ class ModelCheckpoint(Checkpoint):
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
-        train_time_interval: write after so much time, given as `max_time` is; checked every `log_every_n_steps` steps
-            on several processes.
+        train_time_interval: write after so much time, given as `max_time` is; 0: not by time. On several processes the
+            time is checked every `log_every_n_steps` steps.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full, network down) ends the run; "warn":
@@ -139,11 +140,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_last = save_last is not False
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
-        self.seconds = None
-        if train_time_interval is not None:
-            self.seconds = read_duration(train_time_interval, "train_time_interval")
-            if self.seconds == 0:
-                raise ConfigError(f"train_time_interval={train_time_interval!r}: give a time above 0.")
+        self.seconds = read_duration(train_time_interval, "train_time_interval") or None
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -253,7 +250,7 @@ class ModelCheckpoint(Checkpoint):
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
         import yaml
 
-        path = local_path(self._path("best_k_models.yaml") if filepath is None else filepath, "filepath")
+        path = local_path(filepath or self._path("best_k_models.yaml"), "filepath")
         path.write_text(yaml.safe_dump({path: float(value) for path, value in self.best_k_models.items()}))
 
     @property
@@ -355,24 +352,19 @@ class ModelCheckpoint(Checkpoint):
         if trainer.stage != "fit":
             return
         # No collectives: the other processes may be anywhere.
-        if self._checkpoints.writer is not None:
-            self._checkpoints.writer.wait()
-            self._poll_writer(trainer)
-            if self._error not in (None, exception):
-                log.error("%s", self._error)
-            self._error = None
+        self._checkpoints.writer.wait()
+        self._poll_writer(trainer)
+        if self._error not in (None, exception):
+            log.error("%s", self._error)
+        self._error = None
         if not self.save_on_exception or trainer.global_step == self._checkpoints.listed.step:
             return
-        if trainer.world_size > 1:
-            log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
-        else:
+        if can_save_after_error(trainer.world_size):
             self._save(trainer)
             self._finish_write(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if self._checkpoints.writer is not None:
-            self._checkpoints.writer.close()
-            self._checkpoints.writer = None
+        self._checkpoints.writer.close()
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
@@ -494,7 +486,7 @@ class ModelCheckpoint(Checkpoint):
             raise
         checkpoints.commit_list()
         self._time_is_up, self._unsaved = False, None
-        if trainer.is_global_zero and checkpoints.writer is None:
+        if trainer.is_global_zero and not checkpoints.in_background:
             self._notify_saved(trainer, self._path(checkpoints.listed.newest or ""))
         if left_out is not None:
             raise left_out
@@ -565,18 +557,15 @@ class ModelCheckpoint(Checkpoint):
         """Wait for the write in flight, and give its error to all processes. Collective."""
         if not self.async_save:
             return
-        if self._checkpoints.writer is not None:
-            with trainer.run.times.during(SAVING):
-                self._checkpoints.writer.wait(due)
-            self._poll_writer(trainer)
+        with trainer.run.times.during(SAVING):
+            self._checkpoints.writer.wait(due)
+        self._poll_writer(trainer)
         error, self._error = trainer.strategy.processes.broadcast_object(self._error), None
         if error is not None:
             self._give_up(error)
 
     def _poll_writer(self, trainer: Trainer) -> None:
         """Report on rank 0 what was committed since the last call, and keep the error; never waits."""
-        if self._checkpoints.writer is None:
-            return
         path, error = self._checkpoints.writer.result()
         if not trainer.is_global_zero:
             return  # All have the same result; rank 0 broadcasts it.

@@ -12,7 +12,7 @@ from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
 from trainer.checkpoint.disk import complete_lines, replace_notes
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.logger import DummyExperiment, FileLogger, LogFile
+from trainer.logger import FileLogger, LogFile, rank_zero_experiment
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 
 Row = dict[str, str]
@@ -36,7 +36,7 @@ class CSVLogger(FileLogger):
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
-    file_name = "metrics.csv"
+    file_name, label = "metrics.csv", "CSV log:"
 
     def __init__(
         self,
@@ -53,13 +53,11 @@ class CSVLogger(FileLogger):
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds
 
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self.path is None else ("CSV log:", self.path)
-
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
         """This logger, for `log_metrics`; on other ranks than 0 its calls do nothing."""
-        return self if self._writes else DummyExperiment()
+        return self
 
     # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
 
@@ -84,7 +82,7 @@ class CSVLogger(FileLogger):
         replace_notes(path.parent / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        step = self._step if step is None else step
+        step = self._step_or(step)
         if not self._writes:
             return
         self.refuse_step(metrics)
@@ -179,7 +177,7 @@ def _place(rows: list[Row], cells: Row) -> None:
 
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
-    # Python's writer does not quote a carriage return by itself: https://github.com/python/cpython/issues/67230
+    # Python's writer leaves a carriage return unquoted: https://github.com/python/cpython/issues/67230
     quotes_all = any("\r" in cell for cell in cells)
     csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if quotes_all else csv.QUOTE_MINIMAL).writerow(cells)
     return text.getvalue().encode(errors="backslashreplace")
@@ -190,7 +188,7 @@ def _parse(path: Path, text: list[bytes]) -> tuple[list[str], list[tuple[int, Ro
     try:
         lines = list(csv.reader(line.decode("utf-8", "replace") for line in text))
     except csv.Error as error:
-        raise ConfigError(f"{path} is no CSV file of a CSVLogger ({error}): move it away.") from error
+        raise ConfigError(f"{path} is not a CSV file of a CSVLogger ({error}): move it away.") from error
     if not lines or lines[0][:1] != ["step"]:
         return [], []
     columns = lines[0]

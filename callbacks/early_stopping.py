@@ -118,14 +118,14 @@ class EarlyStopping(Callback):
         self._best: float | None = None
         self.last_score: float | None = None
         self.stopped_epoch = 0
-        """The epoch in which training was stopped; 0 before."""
+        """The epoch of the stop; 0 before."""
         self.stopping_reason_message: str | None = None
         """The reason for the stop, as a sentence; None before."""
         self.wait_count = 0
         """Checks in a row without improvement."""
         self._checked_at = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
         self._value_step = -1
-        """The step at which the last value checked was measured."""
+        """The step of the last value that was checked."""
         self._warned = self._has_other_settings = False
 
     @property

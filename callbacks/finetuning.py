@@ -14,6 +14,7 @@ from trainer.arguments import NonNegativeInt, PositiveFloat
 from trainer.callback import AddsGroups
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
+from trainer.optimizers import parameters_of
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -26,7 +27,7 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor by which the learning rate of a backbone grows in an epoch."""
+    """Return the growth factor of a backbone's learning rate for an epoch."""
     return 2.0
 
 
@@ -63,10 +64,10 @@ class BaseFinetuning(AddsGroups):
         """Return the submodules without children, and those that hold parameters themselves."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
-        if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
-            every: Iterable[nn.Module] = modules.modules()
+        if isinstance(modules, Iterable):
+            every: Iterable[nn.Module] = [one for inner in modules for one in BaseFinetuning.flatten_modules(inner)]
         else:
-            every = [one for inner in modules for one in BaseFinetuning.flatten_modules(inner)]
+            every = modules.modules()
         return [one for one in every if not list(one.children()) or one._parameters]
 
     @staticmethod
@@ -105,7 +106,7 @@ class BaseFinetuning(AddsGroups):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that the optimizer does not have yet; a warning says if it has some."""
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = set(map(id, parameters_of([optimizer])))
         every = list(params)
         new = [parameter for parameter in every if id(parameter) not in known]
         if len(new) < len(every):
@@ -131,8 +132,8 @@ class BaseFinetuning(AddsGroups):
             lr: the learning rate of the group. Default: the first group's rate divided by `initial_denom_lr`.
             train_bn: add the parameters of BatchNorms, too.
         """
-        trained = {id(one) for one in BaseFinetuning.filter_params(modules, requires_grad=True)}
-        trained &= {id(one) for group in optimizer.param_groups for one in group["params"]}
+        trained = set(map(id, BaseFinetuning.filter_params(modules, requires_grad=True)))
+        trained &= set(map(id, parameters_of([optimizer])))
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
         parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
@@ -149,7 +150,7 @@ class BaseFinetuning(AddsGroups):
             self.freeze_before_training(pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if trainer.current_epoch > self._last_epoch:  # else a resumed run goes on inside the epoch
+        if trainer.current_epoch > self._last_epoch:  # else a resumed run continues inside the epoch
             self._last_epoch = trainer.current_epoch
             for optimizer in trainer.optimizers:
                 self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -168,7 +169,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Freeze `module.backbone` until an epoch, then train it with a separate learning rate that grows to the others'.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch, counted from 0, in which the backbone trains.
+        unfreeze_backbone_at_epoch: the first epoch, counted from 0, that trains the backbone.
         lambda_func: function of an epoch's number plus one; returns the factor that multiplies the backbone's learning
             rate in each later epoch.
         backbone_initial_ratio_lr: the backbone's first learning rate, as a fraction of the first group's rate.
@@ -241,7 +242,7 @@ class BackboneFinetuning(BaseFinetuning):
         else:
             rate = self.lambda_func(epoch + 1) * self._rates[number]
             self._rates[number] = min(rate, current) if self.should_align else rate
-            backbone = {id(parameter) for parameter in pl_module.backbone.parameters()}
+            backbone = set(map(id, pl_module.backbone.parameters()))
             for group in optimizer.param_groups:
                 if backbone.issuperset(map(id, group["params"])):
                     group["lr"] = self._rates[number]

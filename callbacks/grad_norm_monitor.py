@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.callback import Callback
-from trainer.callbacks.lr_monitor import group_names, named_optimizers, require_own_name
+from trainer.callbacks.lr_monitor import ValueMonitor, group_names, named_optimizers
 from trainer.guards.gradient_norms import clipping_finds_it
-from trainer.strategy import own_parameters, total_norm
+from trainer.strategy import OwnParameter, own_parameters, total_norm
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class GradNormMonitor(Callback):
+class GradNormMonitor(ValueMonitor):
     """Log the global norm of the gradients before clipping, and the norms of the weights and of their last update.
 
     `grad_norm` is logged in every step. It is the norm measured by clipping (or by DeepSpeed's engine), or else takes
@@ -52,10 +51,9 @@ class GradNormMonitor(Callback):
         self._before: list[torch.Tensor] | None = None
         self._groups: dict[tuple[int, int], list[list[str]]] = {}
         """The parameters of each group, by the `id` of the optimizer and the number of its groups."""
-        self._logged: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        self._norms, self._of_groups, self._before, self._groups, self._logged = {}, {}, None, {}, set()
+        self._norms, self._of_groups, self._before, self._groups = {}, {}, None, {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainModule, optimizer: Optimizer) -> None:
         if measured(trainer.settings, trainer.global_step + 1):
@@ -73,20 +71,16 @@ class GradNormMonitor(Callback):
             norms |= self._of_groups | self._weight_norms(trainer)
         self._of_groups = {}
         for name, norm in norms.items():
-            if name not in self._logged:
-                require_own_name(self, name, trainer.run.metrics.train.entries)
-                self._logged.add(name)
-            # The largest of equal values is that value to the last bit; a mean need not be.
-            trainer.log(name, norm, weight=1, on_step=True, on_epoch=False, reduce_fx="max")
+            self.log_own(trainer, name, norm)
 
     def _gradient_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         norms = {}
-        for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+        for name, optimizer in self._named(trainer):
             norm = self._norms.pop(id(optimizer), None)
             if norm is None and trainer.module.automatic_optimization:
                 norm = trainer.gradient_norm(optimizer)
             if norm is not None:
-                norms[f"grad_norm/{name.removeprefix('lr-')}"] = norm
+                norms[f"grad_norm/{name}"] = norm
         if not norms:
             return {}
         total = torch.linalg.vector_norm(torch.stack([*norms.values()]))
@@ -94,43 +88,53 @@ class GradNormMonitor(Callback):
 
     def _weight_norms(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         """Return the norms of the weights and of their update, and free the copy of before."""
-        strategy, norms = trainer.strategy, {}
         before, self._before = self._before, None
-        weights = own_parameters(strategy) if self.weight_norm or before is not None else []
-        tensors = {"weight_norm": weights} if self.weight_norm else {}
+        norms: dict[str, torch.Tensor] = {}
+        if not self.weight_norm and before is None:
+            return norms
+        weights, groups = own_parameters(trainer.strategy), self._named_groups(trainer)
+
+        def measure(key: str, parameters: list[OwnParameter]) -> None:
+            norms[key] = total_norm(trainer.strategy, parameters)
+            for name, members in groups.items():
+                of_group = [one for one in parameters if one.name in members]
+                norms[f"{key}/{name}"] = total_norm(trainer.strategy, of_group)
+
+        if self.weight_norm:
+            measure("weight_norm", weights)
         if before is not None:
             changes = torch._foreach_sub([weight.local for weight in weights], before)
-            updates = [weight._replace(local=change) for weight, change in zip(weights, changes, strict=True)]
-            tensors["update_norm"] = updates
-        groups = self._named_groups(trainer) if tensors else {}
-        for key, of_all in tensors.items():
-            norms[key] = total_norm(strategy, of_all)
-            for name, members in groups.items():
-                norms[f"{key}/{name}"] = total_norm(strategy, [one for one in of_all if one.name in members])
+            measure("update_norm", [w._replace(local=change) for w, change in zip(weights, changes, strict=True)])
         return norms
 
     def _measure_groups(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Keep the norms of the gradients of the optimizer's groups, if there are several."""
-        for name, one, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
-            if one is optimizer and len(optimizer.param_groups) > 1:
-                for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
-                    alone: Any = SimpleNamespace(param_groups=[group])
-                    norm = trainer.strategy.clip_gradients(alone, math.inf, "norm")
-                    if norm is not None:
-                        self._of_groups[f"grad_norm/{name.removeprefix('lr-')}/{suffix}"] = norm
+        if len(optimizer.param_groups) == 1:
+            return
+        owner = next(name for name, one in self._named(trainer) if one is optimizer)
+        for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
+            alone: Any = SimpleNamespace(param_groups=[group])
+            norm = trainer.strategy.clip_gradients(alone, math.inf, "norm")
+            if norm is not None:
+                self._of_groups[f"grad_norm/{owner}/{suffix}"] = norm
 
     def _named_groups(self, trainer: Trainer) -> dict[str, list[str]]:
         """Return the names of the parameters of each group, by the group's name; empty if there is one group alone."""
         found: dict[str, list[str]] = {}
-        for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+        for name, optimizer in self._named(trainer):
             key = (id(optimizer), len(optimizer.param_groups))
             if key not in self._groups:
                 # From the state, since a strategy may have put other tensors in place of the groups' parameters.
                 saved = trainer.strategy.optimizer_state(optimizer)["param_groups"]
                 self._groups[key] = [group["params"] for group in saved]
             for suffix, members in zip(group_names(optimizer), self._groups[key], strict=True):
-                found.setdefault("/".join(filter(None, (name.removeprefix("lr-"), suffix))), []).extend(members)
+                found[f"{name}/{suffix}".removesuffix("/")] = members
         return found if len(found) > 1 else {}
+
+    def _named(self, trainer: Trainer) -> list[tuple[str, Optimizer]]:
+        """Return the optimizers with their names in the logs."""
+        named = named_optimizers(trainer.optimizers, trainer.scheduler_configs)
+        return [(name.removeprefix("lr-"), optimizer) for name, optimizer, _ in named]
 
 
 def measured(settings: Settings, step: int) -> bool:

@@ -33,7 +33,7 @@ class JSONLLogger(FileLogger):
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
-    file_name = "metrics.jsonl"
+    file_name, label = "metrics.jsonl", "JSON lines:"
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
         self.place = LoggerFolder(self.file_name, save_dir)
@@ -41,10 +41,7 @@ class JSONLLogger(FileLogger):
         self._before: list[dict[str, Any]] = []
         """Records of the time before the file is opened, when the step of a resumed run is not known yet."""
 
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self.path is None else ("JSON lines:", self.path)
-
-    # -- state: the number of lines, by which a resumed run cuts the file ----------------------------------------------
+    # -- state: the number of lines, to which a resumed run cuts the file ----------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._file is None else {"lines": self._file.lines, **self.place.state()}
@@ -107,7 +104,7 @@ class JSONLLogger(FileLogger):
 
 
 class _LineFile(LogFile):
-    """A file to which lines are appended."""
+    """A file that grows by lines."""
 
     has = "the lines"
 
@@ -121,8 +118,9 @@ class _LineFile(LogFile):
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
-        self._pending.append(json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace"))
-        self._pending[-1] += b"\n"
+        # Read again, to have texts in place of the numbers that JSON lacks.
+        plain = json.loads(json.dumps(record, default=str), parse_constant=str)
+        self._pending.append(f"{json.dumps(plain, ensure_ascii=False)}\n".encode(errors="replace"))
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:
@@ -130,17 +128,6 @@ class _LineFile(LogFile):
         with self.writing():
             self.put_bytes(b"".join(self._pending), to_disk=to_disk)
             self._pending = []
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value in which numbers that are not finite are texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {str(name): _as_json(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(one) for one in value]
-    return value
 
 
 def _step_of(line: bytes) -> float:

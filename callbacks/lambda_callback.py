@@ -23,7 +23,8 @@ class LambdaCallback(Callback):
         for name, call in hooks.items():
             if name not in HOOKS:
                 raise unknown_name_error("hook of LambdaCallback", name, HOOKS)
-            if call is not None and not callable(call):
+            if call is None:
+                continue
+            if not callable(call):
                 raise ConfigError(f"LambdaCallback({name}={call!r}): give a function.")
-            if call is not None:
-                setattr(self, name, call)
+            setattr(self, name, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
@@ -12,18 +12,37 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from trainer.metrics.metric_log import Entry
     from trainer.module import TrainModule
     from trainer.optimizers import TimedScheduler
     from trainer.trainer import Trainer
 
 
-class LearningRateMonitor(Callback):
-    """Log the learning rates with which a step or an epoch is made.
+class ValueMonitor(Callback):
+    """Base of callbacks that log values which are equal on all processes."""
+
+    def log_own(self, trainer: Trainer, name: str, value: Any, by_step: bool = True) -> None:
+        """Log a value, by step or by epoch.
+
+        Raises:
+            ConfigError: the module or another callback has logged the name, so that the values would be mixed.
+        """
+        entry = trainer.run.metrics.train.entries.get(name)
+        if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
+            raise ConfigError(
+                f"{type(self).__name__} logs {name!r}, and so does the module or another callback: the values would be "
+                "mixed. Give the other one another name."
+            )
+        # The largest of equal values is that value to the last bit; a mean need not be.
+        trainer.log(name, value, weight=1, on_step=by_step, on_epoch=not by_step, reduce_fx="max")
+
+
+class LearningRateMonitor(ValueMonitor):
+    """Log the learning rates that a step or an epoch is made with.
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
-    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
+    (`lr-Adam/body`; if another group has it too, `lr-Adam/body-pg1`), or its number if there are several
+    (`lr-Adam/pg1`).
 
     Without a logger, the rates are in `trainer.callback_metrics` only.
 
@@ -34,8 +53,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
     Raises:
-        ConfigError: `logging_interval` is something else; or, at the start of training, two parameter groups of an
-            optimizer have one name.
+        ConfigError: `logging_interval` is something else.
     """
 
     def __init__(
@@ -49,14 +67,9 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self._noted: dict[str, dict[str, Any]] = {}
         """The rates of the step in progress, by interval and name."""
-        self._logged: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._noted, self._logged = {}, set()
-        for optimizer in trainer.optimizers:
-            names = [group["name"] for group in optimizer.param_groups if "name" in group]
-            if len(names) > len(set(names)):
-                raise ConfigError(f"LearningRateMonitor: give each parameter group a name of its own, not {names}.")
+        self._noted.clear()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
@@ -68,12 +81,7 @@ class LearningRateMonitor(Callback):
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         for interval, values in self._noted.items():
             for name, value in values.items():
-                if name not in self._logged:
-                    require_own_name(self, name, trainer.run.metrics.train.entries)
-                    self._logged.add(name)
-                # The largest of equal values is that value to the last bit; a mean need not be.
-                options = {"on_step": interval == "step", "on_epoch": interval == "epoch", "reduce_fx": "max"}
-                trainer.log(name, value, weight=1, **options)
+                self.log_own(trainer, name, value, by_step=interval == "step")
         self._noted.clear()
 
     def _note(self, trainer: Trainer, interval: str) -> None:
@@ -91,16 +99,6 @@ class LearningRateMonitor(Callback):
                 yield f"{full_name}-momentum", group["betas"][0] if "betas" in group else group.get("momentum", 0)
             if self.log_weight_decay and "weight_decay" in group:
                 yield f"{full_name}-weight_decay", group["weight_decay"]
-
-
-def require_own_name(owner: Callback, name: str, entries: Mapping[str, Entry]) -> None:
-    """Raise ConfigError if a name that is logged already is that of another value, with which it would be mixed."""
-    entry = entries.get(name)
-    if entry is not None and (entry.options.reduction != "max" or entry.options.on_epoch == entry.options.on_step):
-        raise ConfigError(
-            f"{type(owner).__name__} logs {name!r}, and so does the module or another callback: the values would be "
-            "mixed. Give the other one another name."
-        )
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

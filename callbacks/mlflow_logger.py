@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -182,7 +181,8 @@ class MLFlowLogger(Tracker):
             return False
         if name not in self._stored:
             self._stored[name] = [(m.step, m.value) for m in self._client.get_metric_history(self._run_id, name)]
-        return any(s == step and (v == value or (math.isnan(v) and math.isnan(value))) for s, v in self._stored[name])
+        # As text: nan equals nan.
+        return any(at == step and repr(stored) == repr(value) for at, stored in self._stored[name])
 
     def send_media(self, key: str, media: Media, step: int) -> None:
         start = f"{self._allowed(key)}/step-{step}"

@@ -50,12 +50,16 @@ class OnExceptionCheckpoint(Callback):
             require_writable(as_storage_path(self.dirpath), f"OnExceptionCheckpoint(dirpath={self.dirpath!r})")
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        if trainer.stage != "fit" or trainer.settings.fast_dev_run:
-            return
-        if trainer.world_size > 1:
-            log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
+        if trainer.stage != "fit" or trainer.settings.fast_dev_run or not can_save_after_error(trainer.world_size):
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
         except CheckpointError as error:
             log.error("%s", error)
+
+
+def can_save_after_error(world_size: int) -> bool:
+    """Return True in a run of one process; else log that nothing is written, as that would need the others."""
+    if world_size > 1:
+        log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
+    return world_size == 1

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainer.arguments import PositiveInt, kept_path, local_path, make_folder
+from trainer.arguments import PositiveInt, local_path, make_folder, optional_path
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from trainer.checkpoint.storage import StoragePath
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -126,7 +127,7 @@ class PredictionWriter(BasePredictionWriter):
         max_shard_size: PositiveInt = 64 * 2**20,
     ) -> None:
         super().__init__(write_interval)
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        self.dirpath = optional_path(dirpath, "dirpath")
         self.format = format
         self.max_shard_size = max_shard_size
         self._parts: _Parts | None = None
@@ -143,8 +144,8 @@ class PredictionWriter(BasePredictionWriter):
             refuse_link(folder)
         processes = trainer.strategy.processes
         if processes.reports:
-            origin = None if trainer.run.resumed_from is None else str(trainer.run.resumed_from)
-            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size, origin)
+            place = processes.reader, processes.readers
+            self._parts = _Parts(folder, self.format, *place, self.max_shard_size, trainer.run.resumed_from)
 
     def write_on_batch_end(
         self,
@@ -177,7 +178,7 @@ class _Parts:
     """The part files of one process. A part holds batches of one loader, in order."""
 
     def __init__(
-        self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: str | None
+        self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int, origin: StoragePath | None
     ) -> None:
         self.folder, self.format, self.max_shard_size, self.origin = folder, format, max_shard_size, origin
         self.stem = _stem(rank, world_size)
@@ -241,7 +242,7 @@ class _Parts:
         """Write the last part, and the index, which marks the predictions as complete."""
         self.close_part()
         with _written(self.folder / f"{self.stem}.json") as temporary:
-            temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}) + "\n")
+            temporary.write_text(json.dumps({"parts": self.names, "checkpoint": self.origin}, default=str) + "\n")
 
 
 def _stem(rank: int, world_size: int) -> str:

@@ -131,33 +131,21 @@ class SimpleProfiler(Profiler):
             return
         self._phases.count()
         self._running = False
-        if trainer.is_global_zero and self.dirpath is not None:
-            self.write_results(self.table() + "\n")
-        elif trainer.is_global_zero:
-            trainer.print(self.table())
-            hint = self._hint(trainer.train_loader)
-            if hint is not None:
-                trainer.print(hint)
-
-    def _hint(self, loader: BatchLoader | None) -> str | None:
+        if not trainer.is_global_zero:
+            return
+        self.report(self.table(), trainer.print)
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
-        if share < self.MUCH or loader is None:
-            return None
-        return f"{share:.0%} of the time went into waiting for training data. {faster_loading(loader)}"
+        if share >= self.MUCH and trainer.train_loader is not None:
+            advice = faster_loading(trainer.train_loader)
+            trainer.print(f"{share:.0%} of the time went into waiting for training data. {advice}")
 
 
 def faster_loading(loader: BatchLoader) -> str:
     """Return a sentence that says how a loader may become faster."""
-    workers, cores = loader.num_workers, os.cpu_count() or 1
-    if workers is None:
+    if loader.num_workers is None:
         return "The data come from your own iterable: load ahead in it, or give a DataLoader with num_workers=4."
-    if workers == 0:
-        return (
-            "The DataLoader has num_workers=0, so training waits while a batch is loaded: try num_workers="
-            f"{min(4, max(1, cores - 1))} or more (this machine has {cores} cores), with persistent_workers=True."
-        )
     return (
-        f"The DataLoader has num_workers={workers}: try more of them (this machine has {cores} cores), a larger "
-        "prefetch_factor, persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ "
-        "(decode and resize once, beforehand)."
+        f"The DataLoader has num_workers={loader.num_workers}, and this machine {os.cpu_count()} cores: try more "
+        "workers, with persistent_workers=True if epochs are short; a larger prefetch_factor; or less work in the "
+        "dataset's __getitem__ (decode and resize once, beforehand)."
     )

@@ -57,15 +57,10 @@ class ProgressBar(Callback):
         self._run: tuple[Trainer, TrainModule] | None = None
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
-        """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
+        """Print above the bar. Replace characters that the terminal cannot show, and ignore a closed terminal."""
         stream: TextIO | None = sys.stdout if file is None else file
         self._draw(lambda display: display.clear())
-        try:
-            _write(stream, text)
-        except BrokenPipeError:
-            _give_up(stream)
-        except Exception:
-            pass
+        _attempt(stream, lambda: _write(stream, text))
         self._draw(lambda display: display.redraw())
         return True
 
@@ -183,7 +178,7 @@ class ProgressBar(Callback):
             self._draw(lambda display: display.update(done, metrics))
 
     def _metrics(self) -> list[str]:
-        # An error in a subclass's get_metrics ends the run: it is none of the terminal's.
+        # An error in a subclass's get_metrics ends the run: it is not the terminal's.
         shown = self.get_metrics(*self._run) if self._display is not None and self._run is not None else {}
         return [
             f"{name}={value:{'' if isinstance(value, str) else self.number_format}}" for name, value in shown.items()
@@ -191,16 +186,12 @@ class ProgressBar(Callback):
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
-        if self._display is None:
+        display = self._display
+        if display is None:
             return
-        try:
-            action(self._display)
-            self._next = time.monotonic() + self._display.seconds
-        except BrokenPipeError:
-            stream = self._display.stream
-            self._switch_off()
-            _give_up(stream)
-        except Exception:
+        if _attempt(display.stream, lambda: action(display)):
+            self._next = time.monotonic() + display.seconds
+        else:
             self._switch_off()
 
     def _switch_off(self) -> None:
@@ -271,7 +262,7 @@ class Display(ABC):
         """Draw again after that."""
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
+        """Leave the cursor on an empty line."""
 
 
 def fewer(metrics: Sequence[str]) -> Iterator[list[str]]:
@@ -320,7 +311,7 @@ class _TqdmDisplay(Display):
         self.leave = leave
         self._new_bar: type[Any] = Bar
         self._started: list[float] = []
-        """Times at which the running tasks started."""
+        """Start times of the running tasks."""
         self._ended: Any = None
         """The bar of the last epoch, which stays until the next one starts."""
 
@@ -410,7 +401,7 @@ class _RunningTask:
     title: str
     total: int | None
     counted_from: int
-    """Batches that do not count in the rate: those of a resumed epoch that were done before."""
+    """Batches that do not count in the rate, because they were done before the run was resumed."""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -444,6 +435,18 @@ class _LineDisplay(Display):
         of = "" if task.total is None else f"/{task.total}"
         values = "".join(f", {one}" for one in metrics)
         _write(self.stream, f"{task.title}: {done}{of} batches, {rate:.4g}/s{values}\n")
+
+
+def _attempt(stream: TextIO | None, action: Callable[[], None]) -> bool:
+    """Call `action`, which writes to a stream; return False if the stream cannot take it."""
+    try:
+        action()
+    except BrokenPipeError:
+        _give_up(stream)
+        return False
+    except Exception:
+        return False
+    return True
 
 
 def _write(stream: TextIO | None, text: str) -> None:

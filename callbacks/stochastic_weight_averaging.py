@@ -63,7 +63,7 @@ class StochasticWeightAveraging(AveragingCallback):
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
-        self.device = None if device is None else as_device(device)
+        self.device = as_device(device)
         self.latest_update_epoch = -1
         self.avg_fn = avg_fn
         self._change = equal_weights if avg_fn is None else from_avg_fn(avg_fn)
@@ -72,7 +72,7 @@ class StochasticWeightAveraging(AveragingCallback):
         """The learning rates before the first of these epochs, by group."""
 
     def should_update(self, epoch_idx: int, max_epochs: int | None) -> bool:
-        """Return True to average the weights with which this epoch, counted from 0, begins."""
+        """Return True to average the weights at the start of this epoch, counted from 0."""
         return self.first_epoch(max_epochs) <= epoch_idx < (math.inf if max_epochs is None else max_epochs)
 
     def first_epoch(self, max_epochs: int | None) -> int:
@@ -119,13 +119,13 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         epoch = trainer.current_epoch
-        self._averaged.forget_buffers()  # a checkpoint of an earlier end has them: those of this one may differ
+        self._averaged.forget_buffers()  # a checkpoint of an earlier end has some: this end's may differ
         if not self.should_update(epoch, trainer.config.max_epochs):
             return
         for config in trainer.scheduler_configs:
             config.rest()
         if epoch <= self.latest_update_epoch:
-            return  # a resumed run goes on inside the epoch
+            return  # a resumed run continues inside the epoch
         groups = trainer.optimizers[0].param_groups
         self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
@@ -181,8 +181,8 @@ class StochasticWeightAveraging(AveragingCallback):
         lacks = average is not None and norms and f"{norms[0]}.running_mean".removeprefix(".") not in average
         if lacks and trainer.stage != "fit" and trainer.is_global_zero:
             log.warning(
-                "the checkpoint is of a training that was not at its end: its average is used with the statistics of "
-                "BatchNorms that belong to the weights of the training"
+                "the checkpoint was written before the training's end: its average is used with BatchNorm statistics "
+                "that belong to the training's weights"
             )
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
 

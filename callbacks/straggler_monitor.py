@@ -41,7 +41,7 @@ class StepTimes(NamedTuple):
     """Waiting for data and moving it to the device."""
     forward: float
     rest: float
-    """Backward and update, in which processes wait for each other."""
+    """Backward and update; processes wait for each other there."""
 
     def per_step(self) -> dict[str, float]:
         """Return the milliseconds of a step, of its parts, and of local work, which excludes waits for other ranks."""
@@ -138,8 +138,7 @@ class StragglerMonitor(Callback):
             self._gather_times(trainer.strategy.processes)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if self._steps > 0:
-            self._gather_times(trainer.strategy.processes)
+        self.on_train_epoch_end(trainer, pl_module)  # a stop inside an epoch
         if self.total:
             trainer.print(self.table())
 

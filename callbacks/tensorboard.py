@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,10 @@ from trainer.arguments import NonNegativeFloat, flat_names, make_folder
 from trainer.checkpoint.schema import Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, require_package
-from trainer.logger import DummyExperiment, FileLogger, LogFile, Overridable
+from trainer.logger import FileLogger, LogFile, rank_zero_experiment
 from trainer.metrics.logger_folder import LoggerFolder, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Text
+from trainer.names.aliases import Alias
 from trainer.strategy import eval_mode
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TensorBoardLogger(FileLogger):
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
-    file_name = ""
+    file_name, label = "", "TensorBoard:    tensorboard --logdir"
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class TensorBoardLogger(FileLogger):
         self._before: list[Path] = []
         """The files of the training that were there when the run opened its own."""
 
-    sub_dir = Overridable(lambda self: self.place.sub_dir)
+    sub_dir = Alias("place.sub_dir")
 
     @property
     def hparams(self) -> dict[str, Any]:
@@ -98,10 +99,8 @@ class TensorBoardLogger(FileLogger):
             with eval_mode(model), torch.no_grad():
                 self.experiment.add_graph(model, move_data_to_device(inputs, model.device))
 
-    def output_location(self) -> tuple[str, Path] | None:
-        return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", Path(self.log_dir))
-
     @property
+    @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """torch's `SummaryWriter`, for what `log_image` and the like do not do. On other ranks than 0 its calls do
         nothing.
@@ -111,20 +110,19 @@ class TensorBoardLogger(FileLogger):
         Raises:
             ConfigError: no run has begun, and `save_dir` is not given.
         """
-        if not self._writes:
-            return cast("SummaryWriter", DummyExperiment())
         if self.log_dir is None:
             raise ConfigError(
                 "TensorBoardLogger.experiment exists inside a run: use it in fit, validate, test or predict, or give "
                 "TensorBoardLogger a save_dir."
             )
         if self._writer is None:
-            file = self.opened
-            file.write()
-            _wait_until_after(file.path.name)
+            before = self.opened
+            before.write()
+            _wait_until_after(before.path.name)
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(file.path.parent), filename_suffix=self._suffix)
+            self._writer = SummaryWriter(str(before.path.parent), filename_suffix=self._suffix)
+            self._file = _WriterFile(before, self._writer)
         return self._writer
 
     # -- state: the sizes of the files, to which a resumed run cuts them -----------------------------------------------
@@ -158,38 +156,24 @@ class TensorBoardLogger(FileLogger):
                     os.truncate(path, kept)
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         if self._writer is not None:
             self._writer.close()
         self._writer, self._hyperparameters = None, {}
-        super().teardown(trainer, pl_module, stage)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         # Kept until the writer is opened, because a resumed run must first know its step.
         self._hyperparameters = hyperparameters
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        step = self._step if step is None else step
-        if not self._writes:
-            return
-        metrics = {self._prefixed(name): plain_number(value) for name, value in metrics.items()}
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-        else:
-            self.opened.add_scalars(metrics, step)
+        if self._writes:
+            values = {self._prefixed(name): plain_number(value) for name, value in metrics.items()}
+            self.opened.add_scalars(values, self._step_or(step))
             self.write_if_due()
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         for summary in _summaries(key, media):
-            if self._writer is not None:
-                self._writer._get_file_writer().add_summary(summary, step)
-            else:
-                self.opened.add(step=step, summary=summary)
-
-    def save(self) -> None:
-        super().save()
-        if self._writer is not None:
-            self._writer.flush()
+            self.opened.add(step=step, summary=summary)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -216,7 +200,7 @@ class TensorBoardLogger(FileLogger):
     def _files(self) -> list[Path]:
         """Return the files of the training, also in the folders that `SummaryWriter.add_scalars` makes for its curves.
 
-        Other folders may be those of other runs, and what a checkpoint names may lie elsewhere.
+        Other folders may belong to other runs, and a checkpoint may name folders elsewhere.
         """
         folder = self._folder
         known = {Path(), *(Path(name).parent for name in self._kept or ())}
@@ -276,6 +260,29 @@ class _EventFile(LogFile):
                 self._pending.truncate()
 
 
+class _WriterFile:
+    """The file of a `SummaryWriter` that the user has asked for, in place of the `_EventFile` before it."""
+
+    def __init__(self, before: _EventFile, writer: SummaryWriter) -> None:
+        self.before, self.writer, self.path = before, writer, before.path
+
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def add(self, step: int, summary: Any) -> None:
+        """Add an event with a summary."""
+        self.writer._get_file_writer().add_summary(summary, step)
+
+    def write(self, to_disk: bool = False) -> None:
+        """Write the events added since the last call."""
+        self.before.write(to_disk)
+        self.writer.flush()
+
+    def report_loss(self) -> None:
+        self.before.report_loss()
+
+
 def _wait_until_after(name: str) -> None:
     """Wait until the second in a file's name is over.
 
@@ -297,7 +304,7 @@ def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) ->
     from torch.utils.tensorboard.summary import hparams, text
 
     nested = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
-    # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
+    # `SummaryWriter.add_hparams` would make a separate folder, which shows as a second run.
     _, started, ended = hparams(_flat(hyperparameters), {})
     for summary in (nested, started, ended):
         file.add(step=0, summary=summary)

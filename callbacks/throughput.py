@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 
 from trainer.arguments import Limit, PositiveInt, number_of
-from trainer.callback import Callback
+from trainer.callback import Callback, problem_of_several
 from trainer.model.compile import compilations
 from trainer.model.peak_flops import peak_of
 
@@ -39,8 +39,8 @@ class ThroughputMonitor(Callback):
     """Log rates over the last `window_size` steps of training, every `log_every_n_steps`, without validation.
 
     The clock is the host's, and the device is never synchronized: a device that lags behind the host by a few steps
-    makes a rate noisier, not biased. The window begins after the first step, and after each step in which torch.compile
-    compiles. Logs `throughput/steps_per_s`, `throughput/batches_per_s`, `throughput/samples_per_s` (if the number of
+    makes a rate noisier, not biased. The window begins after the first step, and after each step that torch.compile
+    compiles in. Logs `throughput/steps_per_s`, `throughput/batches_per_s`, `throughput/samples_per_s` (if the number of
     samples is known) and, on request, `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All
     rates are sums over the processes. MFU (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the fraction
     of the devices' peak.
@@ -90,8 +90,7 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        twins = [callback for callback in config.callbacks if type(callback) is type(self)]
-        return [] if self is twins[0] else ["several ThroughputMonitors would mix their values: give one."]
+        return problem_of_several(self, config, ThroughputMonitor, "ThroughputMonitors would mix their values")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._marks.clear()
@@ -169,5 +168,5 @@ class ThroughputMonitor(Callback):
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype in which matrix products are computed."""
+    """Return the dtype of matrix products."""
     return precision.autocast or precision.weights

@@ -38,7 +38,7 @@ class Timer(Callback):
     def __init__(
         self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
     ) -> None:
-        self.duration = None if duration is None else read_duration(duration)
+        self.duration = read_duration(duration)
         self.interval, self.verbose = interval, verbose
         self._before = dict.fromkeys(STAGES, 0.0)
         """Seconds of each stage before the current one: before a resume, and in finished evaluations of this run."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.profiler import record_function
 from torch.profiler import profile, schedule
 
-from trainer.arguments import NonNegativeInt, PositiveInt, kept_path, make_folder
+from trainer.arguments import NonNegativeInt, PositiveInt, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
 
@@ -69,7 +69,7 @@ class TorchProfiler(Profiler):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self.dirpath = None if dirpath is None else kept_path(dirpath, "dirpath")
+        super().__init__(dirpath)
         self.traces: list[Path] = []
         """The traces that this process has written."""
         self._profile: profile | None = None
@@ -147,7 +147,7 @@ class TorchProfiler(Profiler):
                 os.replace(f"{temporary}.gz", temporary)
             replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())
         except OSError as error:
-            log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
+            log.warning("cannot write %s (%s): training continues without it.", path, reason(error))
             return
         self.traces.append(path)
         if self._rank == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakSet
 
-from trainer.arguments import kept_path, make_folder
+from trainer.arguments import make_folder, optional_path
 from trainer.errors import ConfigError, require_package, shown
 from trainer.logger import Tracker, flat_hyperparameters
 from trainer.metrics.media import Histogram, Images, Media, Text
@@ -30,7 +30,7 @@ class WandbLogger(Tracker):
 
     Args:
         name: displayed name of the run; default: one by wandb.
-        save_dir: folder in which wandb makes its folder `wandb`; default: the run directory.
+        save_dir: folder for wandb's folder `wandb`; default: the run directory.
         version: id of a run to continue, or of the new one.
         offline: write to files only.
         dir: the same as `save_dir`, which goes first.
@@ -42,8 +42,8 @@ class WandbLogger(Tracker):
         experiment: an open run to use.
         prefix: put before the name of each value, with a "-".
         checkpoint_name: name of the artifacts; default: "model-" and the id of the run.
-        add_file_policy: "mutable" copies the files of a checkpoint before they are sent; "immutable" sends them as they
-            are, which takes no space, and copies them offline only.
+        add_file_policy: "mutable" copies the files of a checkpoint before they are sent; "immutable" sends the files
+            themselves, which takes no space, and copies them offline only.
         kwargs: further arguments of `wandb.init`, such as `entity`, `group`, `tags`, `settings`.
 
     Raises:
@@ -74,9 +74,8 @@ class WandbLogger(Tracker):
     ) -> None:
         if experiment is not None and not hasattr(experiment, "define_metric"):
             raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
-        folders = {"save_dir": save_dir, "dir": dir}
-        self._save_dir = next((kept_path(path, name) for name, path in folders.items() if path is not None), None)
-        self.given_run_id = id if id is not None else version
+        self._save_dir = optional_path(save_dir, "save_dir") or optional_path(dir, "dir")
+        self.given_run_id = id or version
         self.project = project
         self.offline = offline
         self.log_model = log_model
@@ -89,7 +88,7 @@ class WandbLogger(Tracker):
 
     @property
     def save_dir(self) -> Path | None:
-        """The folder in which wandb makes its own; None before a run, if it is the run directory."""
+        """The folder for wandb's own folder; None before a run, if it is the run directory."""
         return self._save_dir or (None if self._trainer is None else self._trainer.run_dir)
 
     @property
@@ -131,9 +130,7 @@ class WandbLogger(Tracker):
                 other._leave_run()
         folder = self.save_dir or Path()  # made absolute below: wandb's own process may have another working directory
         make_folder(folder, "WandbLogger(save_dir=...)")
-        options = {"project": self.name, "dir": str(folder.resolve()), "resume": "allow", **self._options}
-        if run_id is not None:
-            options["id"] = run_id
+        options = {"project": self.name, "dir": str(folder.resolve()), "resume": "allow", "id": run_id, **self._options}
         if self.offline:
             options["mode"] = "offline"
         if wandb.run is not None or any(one._client is not None for one in others):

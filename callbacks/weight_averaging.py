@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveInt
-from trainer.callback import Callback
+from trainer.callback import Callback, problem_of_several
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.schema import Integer, require
 from trainer.checkpoint.shards import Loadable
@@ -48,10 +48,7 @@ class AveragingCallback(Callback):
         self._count = 0
 
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        several = [one for one in config.callbacks if isinstance(one, AveragingCallback)]
-        problems = []
-        if len(several) > 1 and several[0] is self:
-            problems.append(f"{len(several)} callbacks average the weights: give one.")
+        problems = problem_of_several(self, config, AveragingCallback, "callbacks average the weights")
         if config.device_type in ("xla", "tpu"):
             problems.append(
                 f"{type(self).__name__} does not run on XLA devices: average the checkpoints after the training."
@@ -123,8 +120,8 @@ class WeightAveraging(AveragingCallback):
         device: where the average is kept. None: where the weights are. "cpu" saves an accelerator's memory, and copies
             the weights in each update.
         use_buffers: average floating buffers too, and copy integer buffers. False: use the training's buffers.
-        avg_fn, multi_avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`. It may get shards, so it has
-            to treat each element alike.
+        avg_fn, multi_avg_fn: another average, as in `torch.optim.swa_utils.AveragedModel`; of both, `multi_avg_fn` is
+            used. It may get shards, so it has to treat each element alike.
     """
 
     agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers", "avg_fn", "multi_avg_fn")
@@ -137,10 +134,8 @@ class WeightAveraging(AveragingCallback):
         avg_fn: Callable[..., Any] | None = None,
         multi_avg_fn: Callable[..., Any] | None = None,
     ) -> None:
-        if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigError("WeightAveraging got avg_fn and multi_avg_fn, which do the same: give one of them.")
         super().__init__()
-        self.device = None if device is None else as_device(device)
+        self.device = as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
@@ -224,7 +219,7 @@ class WeightAveraging(AveragingCallback):
         entries = entries_of(checkpoint)
         continues = trainer.stage == "fit" and self.state_key in entries["callbacks"]
         if entries.get("average") is None and not continues and trainer.is_global_zero:
-            log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)
+            log.warning("%s: the checkpoint holds no average, so its weights are used unchanged", type(self).__name__)
 
 
 class EMAWeightAveraging(WeightAveraging):
@@ -264,14 +259,14 @@ class EMAWeightAveraging(WeightAveraging):
         return epoch_idx is not None and begins is not None and epoch_idx >= begins
 
 
-def as_device(device: torch.device | str | int) -> torch.device:
-    """Return the device of an argument.
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """Return the device of an argument, and None for None.
 
     Raises:
         ConfigError: torch knows no such device.
     """
     try:
-        return torch.device(device)
+        return None if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         words = str(error).splitlines()[0]
         raise ConfigError(f"device={shown(device)}: give 'cpu', 'cuda' or 'cuda:1' ({words}).") from None

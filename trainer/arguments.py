@@ -38,7 +38,7 @@ from typing import (
     get_type_hints,
 )
 
-from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems
+from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems, shown
 from trainer.names.misses import further_arguments, is_default, words_for
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
@@ -159,26 +159,26 @@ def fingerprint_of_call(cls: type, args: tuple[Any, ...], options: Mapping[str, 
     given = given_arguments(cls, args, options)
     if given:
         parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-        defaults = {name: _in_words(one.default) for name, one in parameters.items()}
-        given = {name: value for name, value in given.items() if _in_words(value) != defaults.get(name)}
-    text = f"{cls.__qualname__}: {_in_words(given)}"
+        defaults = {name: _fingerprint_text(one.default) for name, one in parameters.items()}
+        given = {name: value for name, value in given.items() if _fingerprint_text(value) != defaults.get(name)}
+    text = f"{cls.__qualname__}: {_fingerprint_text(given)}"
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _in_words(value: Any) -> str:
+def _fingerprint_text(value: Any) -> str:
     if isinstance(value, PurePath):
         return repr(str(value))
     if type(value) in (list, tuple):  # a configuration has lists in place of tuples
-        return f"[{', '.join(map(_in_words, value))}]"
+        return f"[{', '.join(map(_fingerprint_text, value))}]"
     if type(value) in (set, frozenset):
-        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
+        return f"{{{', '.join(sorted(map(_fingerprint_text, value)))}}}"
     if type(value) is dict:
-        items = sorted(zip(map(_in_words, value), map(_in_words, value.values()), strict=True))
+        items = sorted(zip(map(_fingerprint_text, value), map(_fingerprint_text, value.values()), strict=True))
         return f"{{{', '.join(map(': '.join, items))}}}"
     if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
         code = value.__code__
-        told = code.co_code, code.co_names, _without_address(code.co_consts)
-        return f"{value.__module__}.{value.__qualname__}{told}"
+        parts = code.co_code, code.co_names, _without_address(code.co_consts)
+        return f"{value.__module__}.{value.__qualname__}{parts}"
     if isinstance(value, (type, FunctionType, MethodType)):
         return f"{value.__module__}.{value.__qualname__}"
     if type(value) in (NoneType, bool, int, float, str, bytes, timedelta):
@@ -194,8 +194,8 @@ def _without_address(value: Any) -> str:
 def with_python_numbers(value: Any, depth: int = 3) -> Any:
     """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
-    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Sequences and
-    mappings of other classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
+    Numbers inside lists, tuples and dicts, down to `depth`, are converted in copies. Sequences and mappings of other
+    classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
     """
     if depth < 0 or type(value) in (bool, int, float, str, NoneType):
         return value
@@ -259,7 +259,7 @@ def hints_of(init: Any, cls: type, extras: bool = True) -> dict[str, Any]:
 
 
 class _UnknownAsAny(dict[str, Any]):
-    """A namespace in which every unknown name is `Any`."""
+    """A namespace that answers every unknown name with `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return Any
@@ -269,7 +269,7 @@ def options_of(annotation: Any, limits: bool = False) -> list[Any]:
     """Return the members of a union, or the annotation itself; aliases and new names of types are resolved.
 
     Args:
-        limits: keep `Annotated` members as they are, for their limits.
+        limits: keep `Annotated` members unchanged, for their limits.
     """
     options, waiting = [], [annotation]
     while waiting:
@@ -333,6 +333,12 @@ def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = ""
         name = f"{prefix}{key}"
         flat |= flat_names(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def require_bool(argument: str, value: Any) -> None:
+    """Raise a ConfigError for an argument that is neither a bool nor None, such as "no", which would count as true."""
+    if value is not None and not isinstance(with_python_numbers(value), bool):
+        raise ConfigError(f"{argument}={shown(value)}: give True or False.")
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -423,10 +429,10 @@ def local_path(path: str | Path, argument: str = "") -> Path:
         raise ConfigError(f"{named}{str(path)[:60]!r}...: a name may have 255 bytes between two slashes. Shorten it.")
     if expanded.startswith("~"):
         raise ConfigError(
-            f"{named}{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the "
-            f"path in full; for a name that begins with ~ in the current folder, ./{expanded}."
+            f"{named}{str(path)!r}: {expanded.split('/')[0]!r} has no home folder on this machine. Write the path in "
+            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
         )
-    # The path of "./~x" must not be taken for a home folder when it is looked at again, nor that of "./x:/y" for a URL.
+    # When they are read again, "./~x" must not be taken for a home folder, nor "./x:/y" for a URL.
     found = Path(expanded)
     return found.absolute() if str(found).startswith("~") or URL.fullmatch(str(found)) else found
 
@@ -434,6 +440,11 @@ def local_path(path: str | Path, argument: str = "") -> Path:
 def kept_path(path: str | Path, argument: str = "") -> Path:
     """Return `local_path` as an absolute path, which stays the same when the program changes its working directory."""
     return local_path(path, argument).absolute()
+
+
+def optional_path(path: str | Path | None, argument: str) -> Path | None:
+    """Return `kept_path` of a path, and None for None."""
+    return None if path is None else kept_path(path, argument)
 
 
 def make_folder(folder: Path, argument: str) -> None:

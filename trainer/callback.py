@@ -18,8 +18,8 @@ stopping, then checkpoints).
         on_train_start
         on_save_checkpoint(checkpoint)                  a rehearsal: finds what cannot be stored, writes nothing
         for each epoch:
-            on_train_epoch_start                        also when a resumed run goes on inside the epoch; what it
-                                                        changes of the model and its optimizers is undone then
+            on_train_epoch_start                        also when a resumed run continues inside the epoch; then its
+                                                        changes of the model and its optimizers are undone
             for each window:
                 on_before_zero_grad(optimizer)          for each optimizer
                 for each micro-batch of the window:
@@ -45,8 +45,8 @@ stopping, then checkpoints).
             on_train_epoch_end                          on_epoch metrics of the epoch are known
             lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch" and a monitored value
             on_train_epoch_end of Checkpoint callbacks  checkpoints by epoch are written here
-        on_train_end of Checkpoint callbacks            a last checkpoint is written here; a run that goes on from it
-                                                        has what the hooks below change only once
+        on_train_end of Checkpoint callbacks            a last checkpoint is written here; a run that continues from it
+                                                        has the changes of the hooks below only once
         after a stop inside an epoch, but for signals and the deadline:
             on_train_epoch_end                          on_epoch metrics of the epoch so far are known
         on_train_end
@@ -120,7 +120,7 @@ class Callback(ChecksArguments, Answers):
     runs_last: ClassVar[bool] = False
     """Run after the module's hooks, for callbacks that read logged values."""
     agree_on: ClassVar[tuple[str, ...] | None] = None
-    """Attributes that must be equal on all processes, all of which must have this callback, because it communicates or
+    """Attributes that must be equal on all processes, which must all have this callback, because it communicates or
     decides for the run. None: some processes may have it and others not."""
     stops_early: ClassVar[bool] = False
     """True for `trainer.early_stopping_callback`."""
@@ -132,7 +132,7 @@ class Callback(ChecksArguments, Answers):
     """The key of `DEFAULT_CALLBACKS` whose callback the trainer leaves out where this one is given."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Remember the arguments, by which several callbacks of one class are told apart in a checkpoint."""
+        """Remember the arguments, which distinguish several callbacks of one class in a checkpoint."""
         self = super().__new__(cls)
         self.__dict__["_made_with"] = fingerprint_of_call(cls, args, options)
         return self
@@ -141,7 +141,7 @@ class Callback(ChecksArguments, Answers):
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint: what this callback is, whatever its place in the list.
 
-        Several callbacks with one name are told apart by the arguments of their constructors.
+        The arguments of the constructors distinguish several callbacks with one name.
         """
         return type(self).__qualname__
 
@@ -162,7 +162,7 @@ class Callback(ChecksArguments, Answers):
         return []
 
     def reason_to_stop(self) -> str | None:
-        """Return why a run that is resumed with this callback's state stops at once; None: it goes on."""
+        """Return why a run that is resumed with this callback's state stops at once; None: it continues."""
         return None
 
     def monitor_problems(self, logged: Collection[str], missing: Callable[[str], bool]) -> list[str]:
@@ -274,14 +274,14 @@ class AccumulationSchedule(Callback):
 
 
 class AddsGroups(Callback):
-    """A callback that adds groups to optimizers while training; a resumed run adds those of the checkpoint."""
+    """A callback that adds groups to optimizers while training; a resumed run adds the checkpoint's groups."""
 
 
 class StepGuard(Callback):
     """A callback that decides about bad steps, which `guards/bad_steps.py` finds before they change the weights."""
 
     losses: Any
-    """The `LossWindow` with which a loss is compared."""
+    """The `LossWindow` that a loss is compared with."""
     left_out: set[tuple[int, int]]
     """The first micro-batches, as (epoch, batch), of steps that are passed over."""
 
@@ -294,8 +294,8 @@ class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
     Runs after all other callbacks, because a checkpoint contains their state; its `on_train_epoch_end` also after the
-    schedulers' step. Its `on_train_end` comes before the last hooks of all others, which belong to the end that the
-    epoch and the training have when training goes on. Not used in a `fast_dev_run`.
+    schedulers' step. Its `on_train_end` comes before the last hooks of all others, because a run that continues from
+    the checkpoint calls those hooks at its own end. Not used in a `fast_dev_run`.
     """
 
     runs_last: ClassVar[bool] = True
@@ -305,9 +305,9 @@ class Checkpoint(Callback):
     dirpath: str | Path | None = None
     """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""
     monitor: str | None = None
-    """The value by which the best checkpoint is chosen. None: there is no best one."""
+    """The value that decides which checkpoint is the best. None: there is no best one."""
     save_weights_only: bool = False
-    """True if no training can go on from its checkpoints."""
+    """True if training cannot continue from its checkpoints."""
     save_top_k: int = 0
     """Number of the best checkpoints that are kept; -1 for all."""
     _folder: StoragePath | None = None
@@ -343,6 +343,12 @@ class Checkpoint(Callback):
     def unsaved(self) -> WriteError | None:
         """The error that kept the last weights from being saved; None if they were saved or nothing was due."""
         return None
+
+
+def problem_of_several(callback: Callback, config: Any, kind: type, what: str) -> list[str]:
+    """Return a problem if `callback` is the first of several callbacks of a kind, which is described by `what`."""
+    several = [one for one in config.callbacks if isinstance(one, kind)]
+    return [f"{len(several)} {what}: give one."] if len(several) > 1 and several[0] is callback else []
 
 
 def attach(callback: Callback, trainer: Trainer) -> None:

@@ -14,8 +14,6 @@ from types import ModuleType
 
 def printable(text: str) -> str:
     """Escape the characters that a terminal would interpret, except line ends: names may come from a stranger."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -293,7 +291,7 @@ TORCH_ERRORS = {
         "precision all weights are gathered in 16 bits: give the layer x.to(layer.weight.dtype), or use '32-true'."
     ),
     "Expected more than 1 value per channel when training": (
-        "A batch, or a process's part of it, has one sample, with which BatchNorm cannot train. Use "
+        "A batch, or a process's part of it, has one sample, which is not enough for BatchNorm. Use "
         "DataLoader(drop_last=True), or another batch_size."
     ),
     "dispatch: attempting to run unimplemented operator": (
@@ -312,7 +310,7 @@ TORCH_ERRORS = {
 
 
 def explain_torch_error(error: BaseException) -> ConfigError | None:
-    """Return a `ConfigError` with advice, whose cause is `error`; None if there is no advice for `error`."""
+    """Return a `ConfigError` with advice, whose cause is `error`; None for an error without advice."""
     if isinstance(error, TrainerError) or not isinstance(error, (RuntimeError, ValueError)):
         return None
     text = str(error)

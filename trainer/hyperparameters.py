@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -130,7 +131,7 @@ class HasHyperparameters:
         if left_out and is_first:
             names = ", ".join(left_out)
             log.warning(
-                "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
+                "%s: the hyperparameters %s are not data, so checkpoints do not contain them: give them to "
                 "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
                 type(self).__name__,
                 names,
@@ -211,9 +212,10 @@ def _runs_constructor_of(frame: FrameType | None, owner: object) -> bool:
 def arguments_of(frame: FrameType | None, owner: object) -> dict[str, Any]:
     """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
 
-    `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter, unless it takes
-    `**kwargs`, too, which may name the same values as the arguments of a base class: where these do not, `*args` are
-    kept as a `UserList`, which is no data and so is named.
+    `**kwargs` are merged in. `*args` of the outermost are kept under the name of their parameter. If it takes
+    `**kwargs`, too, the arguments of a base class may have the same values under their names; `*args` are then left
+    out. If some value has no such name, `*args` are kept as a `UserList`, which is not data, so that a warning names
+    it.
     """
     arguments: dict[str, Any] = {}
     rest: dict[Any, Any] = {}
@@ -243,7 +245,7 @@ def entries_of(value: Any) -> dict[str, Any]:
     Raises:
         ConfigError: `value` is something else.
     """
-    if isinstance(value, Mapping):  # those of other classes, as OmegaConf's, become what load_from_checkpoint gives
+    if isinstance(value, Mapping):  # of other classes, such as OmegaConf's: the same as load_from_checkpoint gives
         return dict(value) if type(value) is dict else _nested(value)
     if hasattr(value, "__dict__") and not isinstance(value, (type, Sequence)) and not callable(value):
         return dict(vars(value))
@@ -267,23 +269,23 @@ def constructor_arguments(
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
+        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: the values are used as stored.
         partial: arguments without a default may be missing.
 
     Raises:
         CheckpointError: an argument is missing or unknown, or a value's class no longer exists.
     """
     signature = inspect.signature(owner)
-    if kinds:
-        known = {name: kind for name, kind in kinds.items() if name in stored and name not in given}
-        stored = {**stored, **{name: as_given(stored[name], kind, owner, name) for name, kind in known.items()}}
+    stored = dict(stored)
+    for name, kind in (kinds or {}).items():
+        if name in stored and name not in given:
+            stored[name] = as_given(stored[name], kind, owner, name)
     own, wholes = own_and_inside(stored, inside)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    known = {name: stored[name] for name in own if takes_any or name in signature.parameters}
-    arguments = {**known} if kinds is not None else as_annotated(owner, known)
+    arguments = {name: stored[name] for name in own if takes_any or name in signature.parameters}
     for argument, names in wholes.items():
         entries = {name: given.get(name, stored[name]) for name in names}
-        arguments[argument] = _nested(entries) if kinds is None else _in_one(entries, owner, argument)
+        arguments[argument] = _in_one(entries, owner, argument)
     entered = {name for names in wholes.values() for name in names}.difference(own)
     arguments |= {name: value for name, value in given.items() if name not in entered}
     try:
@@ -317,10 +319,10 @@ def _in_one(entries: dict[str, Any], owner: type, argument: str) -> Any:
     """Return the object that holds all hyperparameters: the dataclass of the annotation, or with attributes."""
     options = options_of(hints_of(owner.__init__, owner).get(argument))  # type: ignore[misc]
     if any(_is_of_omegaconf(one) for one in options):
-        return _omegaconf(_nested(entries, dict), {})
+        return _omegaconf(_nested(entries, dict), {}, owner)
     for cls in (one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)):
         if entries.keys() <= {field.name for field in dataclasses.fields(cls)}:
-            return as_given(entries, ["dataclass", _full_name(cls), None], owner, argument)
+            return as_given(entries, ["dataclass", f"{cls.__module__}:{cls.__qualname__}", None], owner, argument)
     return _nested(entries)
 
 
@@ -409,7 +411,15 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     """
     if is_scalar(value):
         return value, None
-    name, detail, content = _taken_apart(value, where)
+    name = _kind_of(value)
+    if name is None:
+        argument = where.split("[")[0]
+        raise _NotDataError(
+            f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
+            "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
+            f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
+        )
+    detail, content = _CODECS[name].detail(value), _CODECS[name].content(value)
     if name == "omegaconf":
         stored, inside = _encoded(content, where)
         return stored, [name, detail, inside]
@@ -422,36 +432,45 @@ def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
     return type(content)(items), None if is_plain else [name, detail, kinds]
 
 
-def _taken_apart(value: Any, where: str) -> tuple[str, Any, Any]:
-    """Return the name of a value's kind, what else its class says, and its content: a scalar, list, tuple or dict.
-
-    Raises:
-        _NotDataError: no checkpoint can store it.
-    """
-    kind = type(value)
-    if kind in _CONTENT:
-        return _KIND_NAMES.get(kind, kind.__name__), _DETAILS.get(kind, _nothing)(value), _CONTENT[kind](value)
+def _kind_of(value: Any) -> str | None:
+    """Return the name of a value's kind, a key of `_CODECS`; None if no checkpoint can store the value."""
+    kind: type = type(value)
+    if kind in _BY_CLASS:
+        return _BY_CLASS[kind]
     if isinstance(value, enum.Enum):
-        is_data = data_problem(value.value, value.name) is None
-        return "enum", [_full_name(kind), value.name], as_stored(value.value) if is_data else value.name
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "Size"):  # whose import takes seconds
-        return kind.__name__, None, tuple(value) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+        return "enum"
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "Size"):  # torch's import takes seconds
+        return kind.__name__
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", _full_name(kind), tuple(value)
+        return "namedtuple"
     if _is_of_omegaconf(kind):
-        return "omegaconf", _flags(value), _content_of_omegaconf(value)
-    if (fields := _fields_of(value)) is not None:
-        return "dataclass", _full_name(kind), fields
-    argument = where.split("[")[0]
-    raise _NotDataError(
-        f"hyperparameter {where} is a {kind.__name__}; a checkpoint stores data only "
-        "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
-        f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
-    )
+        return "omegaconf"
+    return "dataclass" if _has_all_fields(value) else None
 
 
-def _nothing(value: Any) -> None:
-    return None
+def _has_all_fields(value: Any) -> bool:
+    """Whether a value is a dataclass whose constructor takes its fields, and nothing else such as an InitVar."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    taken = {field.name for field in dataclasses.fields(value) if field.init}
+    return inspect.signature(type(value)).parameters.keys() == taken
+
+
+def _is_of_omegaconf(kind: Any) -> bool:
+    """Whether a class is one of OmegaConf's configurations."""
+    names = ("DictConfig", "ListConfig")
+    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
+
+
+class _Codec(NamedTuple):
+    """Functions that take values of one kind apart, and make them again."""
+
+    content: Callable[[Any], Any]
+    """Returns what is stored of a value: a scalar, or a list, tuple or dict, whose items are stored in the same way."""
+    make: Callable[[Any, Any, type], Any] = lambda content, detail, owner: content
+    """Makes a value of its content, its detail, and the class that has it as a hyperparameter."""
+    detail: Callable[[Any], Any] = lambda value: None
+    """Returns what the content does not say."""
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
@@ -459,90 +478,17 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
     return sorted(values, key=lambda one: repr(as_stored(one)))
 
 
-_CONTENT: dict[type, Callable[[Any], Any]] = {
-    list: list,
-    tuple: tuple,
-    deque: list,
-    **dict.fromkeys((set, frozenset), _sorted),
-    **dict.fromkeys((dict, OrderedDict, Counter, Hyperparameters), dict),
-    **dict.fromkeys((Namespace, SimpleNamespace), vars),
-    **dict.fromkeys((type(Path()), PurePosixPath, PureWindowsPath), os.fspath),
-    range: lambda value: (value.start, value.stop, value.step),
-    datetime.timedelta: datetime.timedelta.total_seconds,
-}
-"""The content of values of these classes; the items of a list or dict are stored by their own classes."""
-_DETAILS: dict[type, Callable[[Any], Any]] = {
-    deque: lambda value: value.maxlen,
-    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
-}
-_KIND_NAMES = {type(Path()): "path"}
-_DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[Any], dict[str, Any] | None]:
-    """Return what is stored of several values, and their kinds by position; None where there is nothing to say."""
-    encoded = [_encoded(value, where) for value, where in zip(values, places, strict=True)]
-    kinds = {str(position): kind for position, (_, kind) in enumerate(encoded) if kind is not None}
-    return [stored for stored, _ in encoded], kinds or None
+def _content_of_enum(member: enum.Enum) -> Any:
+    return member.name if data_problem(member.value, member.name) else as_stored(member.value)
 
 
-def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
-    """Return what is stored of a dict, a namespace or a dataclass, and its kind."""
-    keys, of_keys = _encoded_items(content, [where] * len(content))
-    items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content])
-    try:
-        stored = dict(zip(keys, items, strict=True))
-    except TypeError:  # the key is a set, of which a list is stored
-        stored = {}
-    if len(stored) < len(content):
-        raise _NotDataError(
-            f"hyperparameter {where} is a dict with keys that a checkpoint cannot store, or stores alike: give it "
-            "texts or numbers."
-        )
-    if name == "dict" and of_keys is None and of_items is None:
-        return stored, None
-    return stored, [name, of_keys if name in _DICTS else detail, of_items]
-
-
-_READ: dict[str, Callable[..., Any]] = {
-    "path": Path,
-    **{one.__name__: one for one in (PurePosixPath, PureWindowsPath, set, frozenset)},
-    **{one.__name__: one for one in (OrderedDict, Counter, Hyperparameters)},
-    "Namespace": lambda entries: Namespace(**entries),
-    "SimpleNamespace": lambda entries: SimpleNamespace(**entries),
-    "range": lambda bounds: range(*bounds),
-    "Size": lambda sizes: sys.modules["torch"].Size(sizes),
-    "dtype": lambda name: _dtypes()[name],
-    "device": lambda name: sys.modules["torch"].device(name),
-}
-"""The functions that make a value of its content; for the kinds of `_READ_WITH_DETAIL`, of its detail, too."""
-_READ_WITH_DETAIL: dict[str, Callable[..., Any]] = {
-    "deque": deque,
-    "timedelta": lambda _, parts: datetime.timedelta(*parts),
-}
-
-
-def _dtypes() -> dict[str, Any]:
-    torch = sys.modules["torch"]
-    return {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass, and the data that were added to it; None for anything else.
-
-    A dataclass whose constructor takes something else than its fields, as with an InitVar, cannot be made again.
-    """
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    fields = dataclasses.fields(value)
-    if inspect.signature(type(value)).parameters.keys() != {field.name for field in fields if field.init}:
-        return None
-    own = {field.name: getattr(value, field.name) for field in fields}
-    return own | {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_plain(one)}
+def _enum_member(content: Any, detail: Any, owner: type) -> Any:
+    cls = _class_named(owner, detail[0], enum.Enum)
+    return cls[detail[1]] if detail[1] in cls.__members__ else cls(content)
 
 
 def _is_plain(value: Any) -> bool:
@@ -552,10 +498,19 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-def _is_of_omegaconf(kind: Any) -> bool:
-    """Whether a class is one of OmegaConf's configurations."""
-    names = ("DictConfig", "ListConfig")
-    return isinstance(kind, type) and kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in names
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, and the data that were added to it."""
+    own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return own | {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_plain(one)}
+
+
+def _dataclass(content: Any, detail: Any, owner: type) -> Any:
+    cls = _class_named(owner, detail, object)
+    names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in content]
+    made = cls(**{name: content[name] for name in names})
+    for field, item in content.items():  # `__post_init__` may have changed them
+        object.__setattr__(made, field, item)
+    return made
 
 
 def _content_of_omegaconf(value: Any) -> Any:
@@ -576,7 +531,7 @@ def _flags(config: Any) -> dict[str, bool]:
     return {"readonly": bool(omegaconf.is_readonly(config)), "struct": bool(omegaconf.is_struct(config))}
 
 
-def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
+def _omegaconf(content: Any, flags: Mapping[str, bool], owner: type) -> Any:
     from omegaconf import OmegaConf
 
     made = OmegaConf.create(content)
@@ -585,51 +540,113 @@ def _omegaconf(content: Any, flags: Mapping[str, bool]) -> Any:
     return made
 
 
+def _dtype(name: str, detail: None, owner: type) -> Any:
+    torch = sys.modules["torch"]
+    return {one: value for one, value in vars(torch).items() if isinstance(value, torch.dtype)}[name]
+
+
+def _made_by(cls: Callable[[Any], Any], content: Any, detail: Any, owner: type) -> Any:
+    """Make a value of its content alone."""
+    return cls(content)
+
+
+_CODECS: dict[str, _Codec] = {
+    "list": _Codec(list),
+    "tuple": _Codec(tuple),
+    "deque": _Codec(list, lambda content, detail, owner: deque(content, detail), lambda value: value.maxlen),
+    "set": _Codec(_sorted, partial(_made_by, set)),
+    "frozenset": _Codec(_sorted, partial(_made_by, frozenset)),
+    "dict": _Codec(dict),
+    "OrderedDict": _Codec(dict, partial(_made_by, OrderedDict)),
+    "Counter": _Codec(dict, partial(_made_by, Counter)),
+    "Hyperparameters": _Codec(dict, partial(_made_by, Hyperparameters)),
+    "Namespace": _Codec(vars, lambda content, detail, owner: Namespace(**content)),
+    "SimpleNamespace": _Codec(vars, lambda content, detail, owner: SimpleNamespace(**content)),
+    "path": _Codec(os.fspath, partial(_made_by, Path)),
+    "PurePosixPath": _Codec(os.fspath, partial(_made_by, PurePosixPath)),
+    "PureWindowsPath": _Codec(os.fspath, partial(_made_by, PureWindowsPath)),
+    "range": _Codec(lambda value: (value.start, value.stop, value.step), lambda bounds, _, owner: range(*bounds)),
+    "timedelta": _Codec(
+        datetime.timedelta.total_seconds,
+        lambda content, detail, owner: datetime.timedelta(*detail),
+        lambda value: [value.days, value.seconds, value.microseconds],  # a float has not all digits
+    ),
+    "enum": _Codec(_content_of_enum, _enum_member, lambda value: [_full_name(value), value.name]),
+    "dtype": _Codec(lambda value: str(value).removeprefix("torch."), _dtype),
+    "device": _Codec(str, lambda name, detail, owner: sys.modules["torch"].device(name)),
+    "Size": _Codec(tuple, lambda sizes, detail, owner: sys.modules["torch"].Size(sizes)),
+    "namedtuple": _Codec(
+        tuple, lambda content, detail, owner: _class_named(owner, detail, tuple)(*content), _full_name
+    ),
+    "omegaconf": _Codec(_content_of_omegaconf, _omegaconf, _flags),
+    "dataclass": _Codec(_fields_of, _dataclass, _full_name),
+}
+_BY_CLASS: dict[type, str] = {
+    type(Path()): "path",
+    **{
+        one: one.__name__
+        for one in (
+            *(list, tuple, deque, set, frozenset, range, datetime.timedelta, PurePosixPath, PureWindowsPath),
+            *(dict, OrderedDict, Counter, Hyperparameters, Namespace, SimpleNamespace),
+        )
+    },
+}
+_DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
+
+
+def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[Any], dict[str, Any] | None]:
+    """Return what is stored of several values, and their kinds by position; None where there is nothing to say."""
+    encoded = [_encoded(value, where) for value, where in zip(values, places, strict=True)]
+    kinds = {str(position): kind for position, (_, kind) in enumerate(encoded) if kind is not None}
+    return [stored for stored, _ in encoded], kinds or None
+
+
+def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
+    """Return what is stored of a dict, a namespace or a dataclass, and its kind."""
+    keys, of_keys = _encoded_items(content, [where] * len(content))
+    items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content])
+    try:
+        stored = dict(zip(keys, items, strict=True))
+    except TypeError:  # the key is a set, which is stored as a list
+        stored = {}
+    if len(stored) < len(content):
+        raise _NotDataError(
+            f"hyperparameter {where} is a dict with keys that a checkpoint cannot store, or stores alike: give it "
+            "texts or numbers."
+        )
+    if name == "dict" and of_keys is None and of_items is None:
+        return stored, None
+    return stored, [name, of_keys if name in _DICTS else detail, of_items]
+
+
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value in its original class, which the owner's annotations or modules have to name."""
     try:
-        name, detail, items = kind
-        if name == "omegaconf":
-            return _omegaconf(value if items is None else as_given(value, items, owner, where), detail)
-        if isinstance(value, dict):
-            names = _items_as_given(value, detail if name in _DICTS else None, owner, where)
-            value = dict(zip(names, _items_as_given(value.values(), items, owner, where), strict=True))
-        elif items is not None:
-            value = type(value)(_items_as_given(value, items, owner, where))
-        return _made_again(name, detail, value, owner)
+        return _made(value, kind, lambda name, content, detail: _CODECS[name].make(content, detail, owner))
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"hyperparameter {where} was a {kind[0] if isinstance(kind, list) and kind else kind} when it was saved, "
-            f"which cannot be made again ({error}).{missing_package_advice(error)} Give it: "
-            f"load_from_checkpoint(path, {where}=...)."
+            f"hyperparameter {where} cannot be made again from the checkpoint ({error})."
+            f"{missing_package_advice(error)} Give it: load_from_checkpoint(path, {where}=...)."
         ) from error
 
 
-def _made_again(name: str, detail: Any, value: Any, owner: type) -> Any:
-    """Return an object of a kind from its content, whose items are restored already."""
-    if name in _READ_WITH_DETAIL:
-        return _READ_WITH_DETAIL[name](value, detail)
-    if name in _READ:
-        return _READ[name](value)
-    if name == "enum":
-        cls = _class_named(owner, detail[0], enum.Enum)
-        return cls[detail[1]] if detail[1] in cls.__members__ else cls(value)
-    if name == "namedtuple":
-        return _class_named(owner, detail, tuple)(*value)
-    if name == "dataclass":
-        cls = _class_named(owner, detail, object)
-        names = [field.name for field in dataclasses.fields(cls) if field.init and field.name in value]
-        made = cls(**{name: value[name] for name in names})
-        for field, item in value.items():  # `__post_init__` may have changed them
-            object.__setattr__(made, field, item)
-        return made
-    return value
+def _made(value: Any, kind: Any, make: Callable[[str, Any, Any], Any]) -> Any:
+    """Return `make(name, content, detail)` of a stored value's kind, after the same has been done with its items."""
+    name, detail, items = kind
+    if name == "omegaconf":
+        value = value if items is None else _made(value, items, make)
+    elif isinstance(value, dict):
+        keys = _made_items(value, detail if name in _DICTS else None, make)
+        value = dict(zip(keys, _made_items(value.values(), items, make), strict=True))
+    elif items is not None:
+        value = type(value)(_made_items(value, items, make))
+    return make(name, value, detail)
 
 
-def _items_as_given(items: Iterable[Any], kinds: Any, owner: type, where: str) -> list[Any]:
+def _made_items(items: Iterable[Any], kinds: Any, make: Callable[[str, Any, Any], Any]) -> list[Any]:
     kinds = kinds or {}
     return [
-        as_given(item, kinds[str(position)], owner, where) if str(position) in kinds else item
+        _made(item, kinds[str(position)], make) if str(position) in kinds else item
         for position, item in enumerate(items)
     ]
 
@@ -655,44 +672,14 @@ def _class_named(owner: type, name: str, base: type) -> Any:
     return next((one for one in alike if one.__module__ == module), alike[0])
 
 
-def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of a file with paths and enumerations where the constructor is annotated so, and with no text."""
-    hints = hints_of(owner.__init__, owner)  # type: ignore[misc]
-    values = dict(stored)
-    for name, value in stored.items():
-        options = options_of(hints.get(name))
-        made: list[Any] = [Path(value)] if isinstance(value, str) and Path in options else []
-        enumerations: list[Any] = [kind for kind in options if isinstance(kind, enum.EnumMeta)]
-        made += [one for kind in enumerations for one in kind if as_stored(one) == value]
-        if made and type(value) not in options:
-            values[name] = made[0]
-    return values
-
-
-def with_plain_numbers(value: Any) -> Any:
-    """Return data with numpy's numbers replaced by Python's, for programs that know only those."""
-    if is_numpy_number(value):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: with_plain_numbers(item) for key, item in value.items()}
-    return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the stored hyperparameters of the module or the data, with paths in place of their texts."""
 
-    def of_kind(value: Any, kind: Any) -> Any:
-        name, _, items = kind or (None, None, None)
-        if name == "omegaconf":
-            return of_kind(value, items)
-        if isinstance(value, Mapping):
-            return dict(zip(value, of_kind([*value.values()], [None, None, items]), strict=True))
-        if isinstance(value, (list, tuple)):
-            return [of_kind(item, (items or {}).get(str(position))) for position, item in enumerate(value)]
-        return Path(value) if name == "path" else value
+    def make(name: str, content: Any, detail: Any) -> Any:
+        return Path(content) if name == "path" else content
 
-    kinds = kept.get("kinds", {}).get(owner, {})
-    return {name: of_kind(value, kinds.get(name)) for name, value in kept.get(owner, {}).items()}
+    stored, kinds = kept.get(owner, {}), kept.get("kinds", {}).get(owner, {})
+    return {name: _made(value, kinds[name], make) if name in kinds else value for name, value in stored.items()}
 
 
 def read_hyperparameters(path: str | Path) -> dict[str, Any]:

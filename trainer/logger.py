@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
@@ -23,6 +23,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.background_calls import BackgroundCalls
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
+from trainer.names.aliases import Overridable
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -30,19 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
+T = TypeVar("T")
+
 RUN_DIRECTORY = LoggerFolder("", None)
 """The folder of loggers that have no `place`."""
-
-
-class Overridable:
-    """A property that an instance may replace with an attribute."""
-
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        self.read = read
-        self.__doc__ = read.__doc__
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else self.read(instance)
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +63,7 @@ class Logger(Callback):
     place: LoggerFolder | None = None
     """The folder of the files, for a logger that writes its own files. The run sets its number before `setup`."""
     _trainer: Trainer | None = None
-    _told_media = False
+    _has_noted_media = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +104,7 @@ class Logger(Callback):
             self.log_hyperparameters(dict(values))
             if metrics:
                 values = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
-                self.log_metrics(values, self._step if step is None else step)
+                self.log_metrics(values, self._step_or(step))
 
     def log_graph(self, model: TrainModule, input_array: Any = None) -> None:
         """Record the graph of the module. Called once, before the first step."""
@@ -172,15 +164,17 @@ class Logger(Callback):
             return detect_environment().rank == 0
         return trainer.is_global_zero and not trainer.run.clock.is_over
 
-    @property
-    def _step(self) -> int:
-        return 0 if self._trainer is None else self._trainer.global_step
+    def _step_or(self, step: int | None) -> int:
+        """Return a given step, or by default the run's."""
+        if step is None:
+            return 0 if self._trainer is None else self._trainer.global_step
+        return step
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         """Record `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`; a logger that can overrides
         this."""
-        if not self._told_media:
-            self._told_media = True
+        if not self._has_noted_media:
+            self._has_noted_media = True
             what = f"{type(media).__name__.lower()} such as {key!r}"
             log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
 
@@ -246,10 +240,10 @@ class Logger(Callback):
 
     def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
         if self._writes:
-            self.log_media(key, make(*args), self._step if step is None else step)
+            self.log_media(key, make(*args), self._step_or(step))
 
 
-def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def rank_zero_experiment(function: Callable[[Any], T]) -> Callable[[Any], T]:
     """Return a method `experiment` that gives other ranks than 0 an object whose calls do nothing."""
 
     @wraps(function)
@@ -318,6 +312,8 @@ class FileLogger(Logger):
 
     place: LoggerFolder
     file_name: ClassVar[str]
+    label: ClassVar[str]
+    """Words for the place of the file, in the list of outputs at the end of a run."""
     flush_seconds: float
     """Longest time between two writes to the file, as long as values are logged."""
     _file: Any = None
@@ -338,6 +334,9 @@ class FileLogger(Logger):
         """The path of the file; None before a run."""
         folder = self.place.folder(self._run_dir)
         return None if folder is None else folder / self.file_name
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if self.path is None else (self.label, self.path)
 
     def earlier_lines(self) -> list[bytes]:
         """Make the folder of the file; return the lines that the file has already, without one that was cut off.
@@ -438,7 +437,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def opened_run_id(self) -> str | None:
-        """Return the name by which `open` continues the open run, for checkpoints."""
+        """Return the name that `open` continues the open run by, for checkpoints."""
         return None
 
     def is_ended(self) -> bool:
@@ -471,9 +470,10 @@ class Tracker(Logger):
     # -- the run of the tracker ----------------------------------------------------------------------------------------
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> Any:
         """The client's own object, for what it can do beyond this class. On ranks other than 0 its calls do nothing."""
-        return self._opened() if self._writes else DummyExperiment()
+        return self._opened()
 
     @property
     def version(self) -> str | None:
@@ -505,10 +505,11 @@ class Tracker(Logger):
     # -- state: the run, and what was not sent -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if self._client is None or self._calls is None:
+        if self._client is None:
             return {}
         from trainer.checkpoint.media_state import state_of
 
+        assert self._calls is not None
         unsent = [
             {**one, "media": state_of(one["media"])} if "media" in one else one for one in self._calls.unfinished()
         ]

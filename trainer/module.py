@@ -26,6 +26,7 @@ from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
 from trainer.names.misses import Answers
+from trainer.optimizers import parameters_of
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         None skips the batch. With manual optimization the returned value is only passed to hooks.
 
         The loss is the mean over the micro-batch's items (see `num_items`). The trainer scales the loss for
-        accumulation and processes such that a step's gradient equals that of one big batch.
+        accumulation and processes such that a step's gradient equals the gradient of one big batch.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx).")
 
@@ -251,13 +252,12 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         Args:
             use_pl_optimizer: False for torch's own optimizers.
         """
-        wrapped: list[Any] = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
-        return wrapped[0] if len(wrapped) == 1 else wrapped
+        return _one_or_all(self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of several, or None; with manual optimization, `training_step` steps them."""
         schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
-        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+        return _one_or_all(schedulers) if schedulers else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization: scale the loss, and average the gradients over processes.
@@ -276,12 +276,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             optimizer: as `optimizers` returns it, or torch's.
             optimizer_idx: no effect; Lightning 1 has it.
         """
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for wrapped in self.trainer.manual_optimizers:
-            for group in wrapped.param_groups:
-                for parameter in group["params"]:
-                    self._requires_grad.setdefault(parameter, parameter.requires_grad)
-                    parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
+        mine = set(map(id, parameters_of([optimizer])))
+        for parameter in parameters_of(self.trainer.manual_optimizers):
+            self._requires_grad.setdefault(parameter, parameter.requires_grad)
+            parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""
@@ -394,8 +392,9 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         require(checkpoint, kinds, "the checkpoint")
         checkpoint["model"] = evaluated_weights(checkpoint)
         kept = checkpoint.get("hyperparameters", {})
-        stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
-        of_values = kept.get("kinds", {}).get("module") if hparams_file is None else None
+        stored, of_values = kept.get("module", {}), kept.get("kinds", {}).get("module")
+        if hparams_file is not None:
+            stored, of_values = read_hyperparameters(hparams_file), None
         holders = kept.get("arguments", {}).get("module")
         arguments = constructor_arguments(cls, stored, holders, hyperparameters, of_values)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
@@ -632,3 +631,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    """Return the only one of some items, or the list of several."""
+    return items[0] if len(items) == 1 else items

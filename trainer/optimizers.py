@@ -55,7 +55,7 @@ class TimedScheduler:
     known_groups: int = field(default=0, init=False)
     """The groups that the scheduler changes; 0: all."""
     value_step: int = field(default=-1, init=False)
-    """The step at which the last value given to the scheduler was measured: each value is given once."""
+    """The step of the last value that the scheduler was given: each value is given once."""
 
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
@@ -125,7 +125,7 @@ def parse_optimizers(
                 'return torch.optim.AdamW(...), {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: '
                 "[optimizer], [scheduler]."
             )
-        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        if not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
             raise ConfigError(
                 f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
                 "a gradient: all of its parameters are frozen, or it was given an empty list."
@@ -134,7 +134,7 @@ def parse_optimizers(
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
     for config in schedulers:
         _check_scheduler(config, automatic, calls_step)
-        # Schedulers of other libraries may have no attribute `optimizer`.
+        # Schedulers of other libraries may lack the attribute `optimizer`.
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in optimizers):
             raise ConfigError(
@@ -175,8 +175,8 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
     inside = {id(parameter) for parameter in module.parameters()}
     taken: dict[int, str] = {}
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        kind, parameters = type(optimizer).__name__, parameters_of([optimizer])
+        for parameter in parameters:
             if id(parameter) not in inside:
                 raise ConfigError(
                     f"{kind} has a parameter of shape {tuple(parameter.shape)} that is not in {type(module).__name__}, "
@@ -187,7 +187,7 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
                     f"a parameter of shape {tuple(parameter.shape)} is in two optimizers ({taken[id(parameter)]} and "
                     f"{kind}), and both would step it. Give each its own, or set automatic_optimization = False."
                 )
-        taken.update({id(p): kind for group in optimizer.param_groups for p in group["params"]})
+        taken.update(dict.fromkeys(map(id, parameters), kind))
 
 
 def _read(configured: Any, module_name: str) -> tuple[list[Any], list[TimedScheduler]]:

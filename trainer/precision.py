@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -32,23 +33,23 @@ class Precision:
     `*-mixed` keeps the weights in float32 and computes the forward pass under `torch.autocast`
     (https://pytorch.org/docs/stable/amp.html).
 
-    `*-true` stores weights and computes in one dtype. `64-true` widens all there is. In 16 bits nothing loses digits
-    that only it has: the weights are cast, that is the parameters. Everything else stays as it was built: buffers
-    (tables of positions, counters, averages), the states of metrics, complex and quantized tensors. So do the float32
-    parameters of a module that has 16-bit ones already, because whoever built it chose both. Norms with running
-    statistics are float32, weights and statistics alike, since torch wants these in one dtype. Buffers of torch's own
-    layers are cast with the weights with which they are multiplied (spectral norm).
+    `*-true` stores weights and computes in one dtype. `64-true` widens everything. In 16 bits only the parameters are
+    cast. Buffers (tables of positions, counters, averages), the states of metrics, and complex and quantized tensors
+    stay unchanged, because a cast could lose digits for good. So do the float32 parameters of a module that already has
+    16-bit ones, because its author chose both. Norms with running statistics are float32, weights and statistics alike,
+    since torch wants one dtype for both. Buffers of torch's own layers are cast together with the weights that they are
+    multiplied with (spectral norm).
     """
 
     name: str
     weights: torch.dtype
-    """Dtype in which parameters (and the optimizer's state) are stored."""
+    """Dtype of the stored parameters (and of the optimizer's state)."""
     autocast: torch.dtype | None = None
     """Dtype of autocast during the forward pass; None: no autocast."""
     loss_scaling: bool = False
     """Scale the loss dynamically, because fp16 gradients underflow."""
     float8: Literal["tensorwise", "rowwise", "mx"] | None = None
-    """The recipe of torchao by which linear layers compute in 8 bits; a scale is for a tensor, a row, or 32 numbers."""
+    """torchao's recipe for linear layers in 8 bits; a scale is for a tensor, a row, or 32 numbers."""
 
     def __str__(self) -> str:
         return self.name
@@ -75,7 +76,7 @@ class Precision:
         restore_linear_layers(module)
         if self.autocast is None:
             dtype_of = self.stored_dtypes(module)
-            # Torch replaces the shards of a module that has run before, also those that stay as they are.
+            # Torch replaces all shards of a module that has run before, even if their dtype stays the same.
             if any(dtype_of(tensor) is not tensor.dtype for tensor in (*module.parameters(), *module.buffers())):
                 module._apply(
                     lambda tensor: tensor if dtype_of(tensor) is tensor.dtype else tensor.to(dtype_of(tensor))
@@ -116,29 +117,29 @@ class Precision:
         return self.autocast is None and self.weights is not torch.float32
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the context in which step methods run on `device`."""
+        """Return the context of step methods on `device`."""
         if self.autocast is not None:
-            # Without the cache of cast weights: one that a step changes (SAM, averages swapped in) would be seen as
-            # it was before, and torch cannot tell that it has changed.
+            # Without the cache of cast weights: torch would not see that a step has changed a weight (SAM, averages
+            # swapped in), and would use the former value.
             return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
         if self.weights is not torch.float32:
             return default_dtype(self.weights)
         return NULL_CONTEXT
 
     def update_context(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Return the context in which a step method calls backward and steps optimizers; `dtype`: the default outside.
+        """Return the context for a step method's own backward and optimizer steps; `dtype`: the default outside.
 
-        A backward takes the autocast that is on where it is called, and not that of its forward.
+        A backward takes the autocast that is on where it is called, not its forward's.
         """
         if self.autocast is not None:
             return torch.autocast(device.type, enabled=False)
         return default_dtype(dtype) if self.weights is not torch.float32 else NULL_CONTEXT
 
     def init_context(self, module: nn.Module | None = None) -> AbstractContextManager[Any]:
-        """Return the context for `configure_model`, at whose end the weights that are made have the stored dtype.
+        """Return the context for `configure_model`. At its end the weights made in it have the stored dtype.
 
         Args:
-            module: of which layers are made; None: only these are looked at.
+            module: the module whose layers are made; None: look only at the new layers.
         """
         if self.weights in _LOW:
             return _cast_when_made(self.weights, module)
@@ -151,16 +152,16 @@ class Precision:
 
 _LOW = (torch.bfloat16, torch.float16)
 _FLOATING = (*_LOW, torch.float32, torch.float64)
-"""The dtypes of numbers that are cast; those of 8 bits and the complex ones are not."""
+"""The dtypes that are cast; complex ones and 8-bit ones are not."""
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, as torchao's; its dtype is that of the numbers that it stands for."""
+    """Whether a tensor consists of other tensors, like torchao's; its dtype is then the dtype of its values."""
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")  # as a DTensor has
 
 
 def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a quantized tensor by name; any other value as it is."""
+    """Yield the parts of a quantized tensor by name; any other value unchanged."""
     if not (isinstance(value, torch.Tensor) and is_quantized(value)):
         yield name, value
         return
@@ -213,12 +214,15 @@ def _match_inputs(module: nn.Module) -> None:
 
     A sum of a float32 table and 16-bit numbers is float32, which a 16-bit layer would refuse.
     """
-    layers = [layer for layer in module.modules() if not has_statistics(layer)]
-    tensors = (t for one in layers for t in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
-    if not any(tensor.dim() and tensor.dtype in (torch.float32, torch.float64) for tensor in tensors):
+    own_tensors = {
+        layer: [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        for layer in module.modules()
+        if not has_statistics(layer)
+    }
+    every = chain.from_iterable(own_tensors.values())
+    if not any(tensor.dim() and tensor.dtype in (torch.float32, torch.float64) for tensor in every):
         return
-    for layer in layers:
-        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    for layer, own in own_tensors.items():
         takes_floats = _is_of_torch(layer) and bool(own) and own[0].dtype in _FLOATING
         if takes_floats and _cast_inputs not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -239,7 +243,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _cast_when_made(low: torch.dtype, module: nn.Module | None) -> Iterator[None]:
-    """Cast at the end, if layers were made: before, nothing tells which weights get a dtype or digits of their own."""
+    """Cast at the end, if layers were made: only then it is known which weights were given a dtype or exact digits."""
     made: dict[nn.Module, None] = {}
 
     def note(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -305,7 +309,7 @@ def tf32_is_allowed() -> bool:
     """Whether float32 matrix products may be computed in TF32, by either of torch's two settings."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.9 warns of its own other setting
+            warnings.simplefilter("ignore")  # torch 2.9 warns about its other setting
             return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # set by the new API, after which torch refuses to answer by the old one
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

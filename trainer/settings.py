@@ -66,7 +66,7 @@ class Settings:
     )
     deadline_margin: float | None = argument(
         None,
-        "Seconds before the deadline at which to stop. Default: estimated from times of steps, validations and saves.",
+        "Seconds to stop before the deadline. Default: estimated from the times of steps, validations and saves.",
         least=0,
     )
     min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.", least=0)
@@ -143,7 +143,7 @@ class Settings:
         least=0,
     )
     watchdog_seconds: float | None = argument(
-        1800.0, "Several processes: end, with all stacks, when one does nothing for so long; None: never.", least=0
+        1800.0, "Several processes: end, with all stacks, when one does nothing for so long; None, 0: never.", least=0
     )
 
     seed: int | None = argument(
@@ -169,7 +169,7 @@ class Settings:
         False, "Use only deterministic algorithms (torch.use_deterministic_algorithms)."
     )
     benchmark: bool | None = argument(
-        None, "Let cuDNN try algorithms (torch.backends.cudnn.benchmark). Default: torch's own."
+        None, "Let cuDNN try algorithms, if not deterministic (torch.backends.cudnn.benchmark). Default: torch's own."
     )
     detect_anomaly: bool = argument(
         False, "Find the operation that made a gradient NaN, and refuse a loss that is not finite. Slow."
@@ -193,8 +193,9 @@ class Settings:
                 continue
             default = value is None and field.name in NONE_IS_DEFAULT
             object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
-        if isinstance(self.gradient_clip_val, (int, float)) and self.gradient_clip_val == 0:  # off, as in Lightning
-            object.__setattr__(self, "gradient_clip_val", None)
+        for name in ("gradient_clip_val", "watchdog_seconds"):
+            if getattr(self, name) == 0:  # off
+                object.__setattr__(self, name, None)
 
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each; objects are checked by `runs.resolved_config`."""
@@ -312,8 +313,6 @@ def _wrong_numbers(settings: Settings) -> list[str]:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
-    if settings.watchdog_seconds == 0:
-        problems.append("watchdog_seconds=0: give seconds above 0, or None.")
     return problems
 
 
@@ -330,8 +329,6 @@ def _wrong_times(settings: Settings) -> list[str]:
             f"check_val_every_n_epoch=None with val_check_interval={interval}: give the number of batches (an int) or "
             "the time between validations."
         )
-    if settings.deadline is None and settings.deadline_margin is not None:
-        problems.append("deadline_margin has no meaning without deadline: give deadline='2026-05-31T18:00', say.")
     return problems
 
 
@@ -346,22 +343,16 @@ def _contradictions(settings: Settings) -> list[str]:
         minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
         if minimum is not None and maximum is not None and 0 <= maximum < minimum:
             problems.append(f"min_{unit}={minimum} is more than max_{unit}={maximum}.")
-    if settings.overfit_batches and settings.fast_dev_run:
-        problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")
     if settings.overfit_batches and settings.limit_train_batches != 1.0:
         problems.append("overfit_batches and limit_train_batches both limit the training batches: choose one.")
-    if settings.benchmark and settings.deterministic:
-        problems.append(
-            "benchmark=True lets cuDNN choose differently from run to run; deterministic forbids that: choose one."
-        )
     return problems
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-def read_duration(duration: str | timedelta | dict[str, float] | float, name: str = "duration") -> float:
-    """Return a duration in seconds.
+def read_duration(duration: str | timedelta | dict[str, float] | float | None, name: str = "duration") -> float | None:
+    """Return a duration in seconds, and None for None.
 
     Args:
         duration: "DD:HH:MM:SS" (one or two digits each), a timedelta, a dict of timedelta's arguments, or seconds.
@@ -370,6 +361,8 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
     Raises:
         ConfigError: `duration` has another form, or is negative.
     """
+    if duration is None:
+        return None
     seconds: Any = duration
     try:
         if isinstance(duration, str):

@@ -37,6 +37,7 @@ from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import SettingParts, load_weights, move_module, with_parts
 from trainer.module import TrainModule
 from trainer.names.misses import Answers, member_words, words_for
+from trainer.optimizers import parameters_of
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
 
@@ -80,7 +81,7 @@ class SkippedBatch(NamedTuple):
 class Strategy(ChecksArguments, Answers):
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
-    The methods are listed in the order in which the trainer calls them. A new strategy overrides some of them; its
+    The methods are listed in the order of the trainer's calls. A new strategy overrides some of them; its
     constructor takes its options and touches no device. `str(strategy)` names the strategy and its options.
     """
 
@@ -108,10 +109,10 @@ class Strategy(ChecksArguments, Answers):
     _blocks: tuple[Block, ...] = ()
     """The blocks of `full_parameters` in progress."""
     _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
-    """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
+    """Computes the gradients of a loss: the module's `backward`, if it overrides it."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Keep the arguments, by which the processes compare their strategies."""
+        """Keep the arguments: the processes compare their strategies by them."""
         self = super().__new__(cls)
         self._arguments = given_arguments(cls, args, options)
         return self
@@ -251,7 +252,7 @@ class Strategy(ChecksArguments, Answers):
             return getattr(self.module, step)(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss`, a scalar on this process's device, to those of the window.
+        """Add the gradients of `loss`, a scalar on this process's device, to the window's gradients.
 
         With manual optimization the gradients are reduced over all processes afterwards.
         """
@@ -284,17 +285,16 @@ class Strategy(ChecksArguments, Answers):
         before = self._scaled_by.get(id(optimizer), scale)
         self._scaled_by[id(optimizer)] = scale
         if self._unscaled.pop(id(optimizer), None) is not None:
-            states = scaler._per_optimizer_states
-            state = states.pop(id(optimizer))
-            states[id(state)] = state  # `update` uses the values only
+            state = _set_aside(scaler, optimizer)
             overflows = torch.stack([*state["found_inf_per_device"].values()]).sum()
             factor = torch.where(overflows > 0, torch.inf, scale)  # clipping may have made them finite
         elif before is not scale:
             factor = scale / before
         else:
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            parameter.grad.mul_(factor)
+        for parameter in parameters_of([optimizer]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`.
@@ -321,9 +321,7 @@ class Strategy(ChecksArguments, Answers):
         elif self.scaler is not None and has_gradients(optimizer):
             self.scaler.step(optimizer, **options)
             # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
-            states = self.scaler._per_optimizer_states
-            state = states.pop(id(optimizer))
-            states[id(state)] = state  # `update` uses the values only
+            _set_aside(self.scaler, optimizer)
             self._unscaled.pop(id(optimizer), None)
             self._scaled_by.pop(id(optimizer), None)
         else:
@@ -374,8 +372,8 @@ class Strategy(ChecksArguments, Answers):
         """Load what `module_state` of any strategy returned, as full tensors, by the module's `load_state_dict`.
 
         Args:
-            hooks: False: without its hooks, because the values are of the module as it is; in any number, and also as
-                shards of this process.
+            hooks: False: without its hooks, because the values come from the module in its present form. They may be a
+                part of the state, and shards of this process.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.
@@ -437,7 +435,15 @@ def for_another_module(strategy: Strategy) -> Strategy:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether a parameter of the optimizer has a gradient."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None for parameter in parameters_of([optimizer]))
+
+
+def _set_aside(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> dict[str, Any]:
+    """Have a scaler forget that it has unscaled an optimizer's gradients; return what it has found in them."""
+    states = scaler._per_optimizer_states
+    state = states.pop(id(optimizer))
+    states[id(state)] = state  # `update` uses the values only
+    return state
 
 
 def marks_of_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
@@ -459,8 +465,8 @@ DIRECT_BACKWARD = (
 )
 
 UNSCALED_BACKWARD = (
-    "training_step has called loss.backward(), whose gradients are not scaled as those of this precision are: return "
-    "the sum of the losses instead, or set automatic_optimization = False and call self.manual_backward(loss)."
+    "training_step has called loss.backward(), without the loss scaling that this precision needs: return the sum of "
+    "the losses instead, or set automatic_optimization = False and call self.manual_backward(loss)."
 )
 
 _FIRST_STEPS, _EVERY = 3, 64
@@ -481,17 +487,9 @@ class ChangingBuffers:
 
     def __init__(self, strategy: Strategy, names: Iterable[str] = ()) -> None:
         self._processes = strategy.processes
-        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._places = _places_of_buffers(strategy)
         self.names = {*names}
         """The buffers that a step of some process has changed, by name."""
-        wrapped: Any = getattr(strategy, "wrapped", None)
-        by_torch = isinstance(wrapped, DistributedDataParallel)
-        if by_torch and wrapped.broadcast_buffers:
-            by_torch = bool(wrapped.modules_buffers)  # else it broadcasts none that comes later
-        for path, owner in strategy.module.named_modules() if not by_torch else ():
-            for name, buffer in owner._buffers.items() if not isinstance(owner, _NormBase) else ():
-                if buffer is None or buffer.numel():
-                    self._places[f"{path}.{name}"] = owner, name
         self._seen, self._followed = self._versions(), self._places_of_names()
         self._begins = True
         """True until `follow` is called."""
@@ -507,9 +505,7 @@ class ChangingBuffers:
         """Broadcast the buffers that steps change, before step number `step`. Collective."""
         looks = bool(self._places) and (step < _FIRST_STEPS or step % _EVERY == 0)
         if self._begins and self._places:  # a run before this one may have left each process its own
-            self._processes.broadcast_over_readers(
-                [b for o, n in self._places.values() if (b := o._buffers[n]) is not None]
-            )
+            self._broadcast(self._places.values())
             self._seen = self._versions()
         self._begins = False
         if looks:
@@ -520,10 +516,28 @@ class ChangingBuffers:
             self.names |= {key for key, changes, lack in zip(self._seen, *found, strict=True) if changes and not lack}
             self._followed = self._places_of_names()
         if self._followed:
-            now_there = (owner._buffers[name] for owner, name in self._followed)
-            self._processes.broadcast_over_readers([buffer for buffer in now_there if buffer is not None])
+            self._broadcast(self._followed)
         if looks:
             self._seen = self._versions()
+
+    def _broadcast(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        buffers = (owner._buffers[name] for owner, name in places)
+        self._processes.broadcast_over_readers([buffer for buffer in buffers if buffer is not None])
+
+
+def _places_of_buffers(strategy: Strategy) -> dict[str, tuple[nn.Module, str]]:
+    """Return the owner and name of each buffer that steps may change, by path; empty if torch's DDP broadcasts them."""
+    wrapped: Any = getattr(strategy, "wrapped", None)
+    # With `broadcast_buffers`, DDP does not know the buffers that come later.
+    if isinstance(wrapped, DistributedDataParallel) and (wrapped.modules_buffers or not wrapped.broadcast_buffers):
+        return {}
+    return {
+        f"{path}.{name}": (owner, name)
+        for path, owner in strategy.module.named_modules()
+        if not isinstance(owner, _NormBase)
+        for name, buffer in owner._buffers.items()
+        if buffer is None or buffer.numel()
+    }
 
 
 class Values:
@@ -674,7 +688,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def modes_in_training(module: nn.Module) -> Mapping[nn.Module, bool]:
-    """Return the modes of the submodules outside of an evaluation that is in progress; empty outside of one."""
+    """Return the submodules' modes from before the evaluation in progress; empty outside of an evaluation."""
     return _MODES_IN_TRAINING.get(module, {})
 
 
@@ -765,7 +779,7 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
     problems = []
     for name, child in module.named_modules():
         bases = [kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch.")]
-        wrapper = next(filter(TORCH_WRAPPERS.__contains__, bases), None)
+        wrapper = next((base for base in bases if base in TORCH_WRAPPERS), None)
         if wrapper is not None:
             where = ".".join(filter(None, (type(module).__name__, name)))
             problems.append(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.arguments import with_python_numbers
+from trainer.arguments import require_bool, with_python_numbers
 from trainer.callback import Callback, Checkpoint, attach, callback_named
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
@@ -29,7 +29,6 @@ from trainer.fault_tolerance.collective_check import wait_for_callers
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.guards.bad_steps import BadStep, BadSteps
-from trainer.hyperparameters import with_plain_numbers
 from trainer.logger import Logger
 from trainer.loop.callback_list import CallbackList
 from trainer.loop.evaluation import run_evaluation, run_prediction, sanity_check, validate_during_fit
@@ -288,6 +287,7 @@ class Trainer:
             ConfigError: the run cannot work; raised before the first batch where possible.
             CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
+        require_bool("verbose", verbose)
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_evaluation(run), verbose)
@@ -303,6 +303,7 @@ class Trainer:
         **others: Any,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments, results and errors are as in `validate`."""
+        require_bool("verbose", verbose)
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_evaluation(run), verbose)
@@ -330,6 +331,7 @@ class Trainer:
         Raises:
             ConfigError, CheckpointError: as in `validate`.
         """
+        require_bool("return_predictions", return_predictions)
         call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             kept = return_predictions
@@ -370,8 +372,7 @@ class Trainer:
             CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
-        if weights_only is not None and type(with_python_numbers(weights_only)) is not bool:
-            raise ConfigError(f"weights_only={shown(weights_only)}: give True or False. Your own data go to info=.")
+        require_bool("weights_only", weights_only)
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         if run.saves.delays and not run.clock.interrupted:
@@ -505,7 +506,7 @@ class Trainer:
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
         for logger in run.loggers if self.is_global_zero and not run.clock.is_over else ():
-            logger.record_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
+            logger.record_hyperparameters(with_python_numbers(run.logged_hyperparameters(), depth=50))
             logger.log_graph(run.module)
         # The values that a resumed run logs in its first hooks are in the checkpoint already.
         scope = run.metrics.scope if run.resumed_from is None else MetricScope(batches=False, steps=False)

@@ -126,13 +126,12 @@ def test_momentum_and_weight_decay() -> None:
     assert rates(by_step, log_momentum=True)["lr-AdamW-momentum"][0] == (1, 0.9)
 
 
-def test_two_groups_of_one_name_are_refused() -> None:
+def test_groups_of_one_name_are_numbered() -> None:
     def twice(module: Any) -> Any:
         groups = [{"params": part.parameters(), "name": "body"} for part in (module.layer, module.second)]
         return torch.optim.AdamW(groups)
 
-    with raises_recorded(ConfigError):
-        rates(twice)
+    assert list(rates(twice)) == ["lr-AdamW/body-pg1", "lr-AdamW/body-pg2"]
 
 
 def test_accumulation_does_not_change_the_value() -> None:

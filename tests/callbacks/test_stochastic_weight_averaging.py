@@ -142,7 +142,7 @@ def test_a_checkpoint_of_the_middle_is_reported(tmp_path: Path, caplog: pytest.L
     for name, reported in (("epoch=1-step=8", True), ("epoch=3-step=16", False)):
         caplog.clear()
         quiet(callbacks=[StochasticWeightAveraging(0.01)]).test(Net(), data(), ckpt_path=tmp_path / name)
-        assert ("BatchNorms that belong to the weights" in caplog.text) == reported
+        assert ("BatchNorm statistics that belong to the training" in caplog.text) == reported
 
 
 @pytest.mark.parametrize("start", [3, 0.5])

@@ -212,7 +212,7 @@ def test_a_value_that_cannot_be_made_again_is_said_and_the_others_are_taken(comm
     words = ("--module", "scaled.py:Net", "--data", "scaled.py:Data", "--trainer.accelerator", "cpu")
     _, err = done(command("fit", *words, "--module.scale", "2", "--trainer.max_epochs", "1"))
     out, err = done(command("validate", *words, "--trainer.logger", "false", "--ckpt-path", "runs/version_0"))
-    assert err.count("note: module.mode is not as in the checkpoint: hyperparameter mode was a enum") == 1
+    assert err.count("note: module.mode is not as in the checkpoint: hyperparameter mode cannot be made again") == 1
     assert "scale 2" in " ".join(out.split())
 
 

@@ -75,7 +75,7 @@ def test_a_rank_that_is_there_twice_is_reported_on_all(ranks: tuple[tuple[int, i
     twice = ranks[-1][0]
     for one in join(*ranks):
         assert f"refused: rank {twice} is there twice: process " in one.stdout
-        assert f"both have RANK={twice}. Give each process a RANK of its own" in one.stdout
+        assert f"both have RANK={twice}. Give each process another RANK" in one.stdout
 
 
 def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
@@ -86,7 +86,7 @@ def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait().check()
     assert "refused: rank 0 is there twice" in late.stdout
-    assert "If they are of two runs, give one of these another MASTER_PORT" in late.stdout
+    assert "If they belong to two runs, give one of them another MASTER_PORT" in late.stdout
     again = join_store(environment, timedelta(seconds=30))
     first.set("key", "1")
     again.set("key", "2")

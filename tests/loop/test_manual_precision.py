@@ -280,7 +280,7 @@ def call_backward(name: str, precision: str) -> str:
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_backward_in_automatic_optimization_is_refused_where_losses_are_scaled(precision: str) -> None:
-    refused = "training_step has called loss.backward(), whose gradients are not scaled"
+    refused = "training_step has called loss.backward(), without the loss scaling"
     for ranks in run_each(call_backward, (SINGLE, "DDP x2", "FSDP x2"), precision).values():
         for found in ranks:
             assert found.startswith(refused) if precision == "16-mixed" else found == ""

@@ -290,3 +290,10 @@ def test_state_that_is_not_data(arguments: dict[str, Any]) -> None:
 
 def test_a_member_of_an_enumeration_is_no_loader() -> None:
     refused(lambda: quiet().validate(net(), Level.TWO))
+
+
+def test_a_text_in_place_of_a_bool_is_refused() -> None:
+    verbose: Any = "no"
+    refused(lambda: quiet().validate(Net(), loader(), verbose=verbose))
+    refused(lambda: quiet().test(Net(), loader(), verbose=verbose))
+    refused(lambda: quiet().predict(Net(), loader(), return_predictions=verbose))

@@ -111,7 +111,7 @@ def test_so_does_a_profile(
     trainer = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[TorchProfiler(wait=0, warmup=1, active=1)])
     trainer.fit(Toy(), loader(3))
     assert trainer.global_step == 3
-    assert "pt.trace.json.gz (No space left on device): training goes on without it." in caplog.text
+    assert "pt.trace.json.gz (No space left on device): training continues without it." in caplog.text
 
 
 def test_an_error_in_writing_is_not_hidden_by_one_in_tidying_up(

@@ -238,7 +238,7 @@ def test_values_that_no_name_holds_are_named(
     make: Callable[[], Model], name: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     make()
-    assert caplog.text.count("no checkpoint contains them") == (name is not None)
+    assert caplog.text.count("checkpoints do not contain them") == (name is not None)
     assert f"the hyperparameters {name} are" in caplog.text or name is None
 
 
@@ -380,7 +380,7 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
 )
 def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     Model([value])
-    assert caplog.text.count("the hyperparameters value are no data") == 1
+    assert caplog.text.count("the hyperparameters value are not data") == 1
 
 
 def test_spans_of_time_come_back_exactly() -> None:
@@ -569,7 +569,7 @@ class Ignores(Model):
 def test_what_a_base_class_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
     found = loaded(Ignores(3, loss=torch.nn.ReLU()))
     assert found.given == 3
-    assert caplog.text.count("the hyperparameters loss are no data") == 1
+    assert caplog.text.count("the hyperparameters loss are not data") == 1
 
 
 def test_a_deque_keeps_its_largest_length() -> None:

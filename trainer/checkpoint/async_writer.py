@@ -159,6 +159,10 @@ class PinnedStagingBuffer:
             self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
+IDLE_WRITER = BackgroundWriter()
+"""The writer of those that write in the training thread."""
+
+
 def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     # As bytes: torch cannot copy some of the small dtypes.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.checkpoint.async_writer import BackgroundWriter, being_written
+from trainer.checkpoint.async_writer import IDLE_WRITER, BackgroundWriter, being_written
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
@@ -83,7 +83,8 @@ class KeptCheckpoints:
 
     def __init__(self, folder: StoragePath, retention: Retention, in_background: bool = False) -> None:
         self.folder = folder
-        self.writer = BackgroundWriter() if in_background else None
+        self.in_background = in_background
+        self.writer = BackgroundWriter() if in_background else IDLE_WRITER
         self.listed = Listed()
         self.before = Listed()
         """The list before the newest write, restored if that fails."""
@@ -121,8 +122,7 @@ class KeptCheckpoints:
 
     def newest_committed(self) -> StoragePath | None:
         """Return the newest finite checkpoint on the disk; waits for one that is being written."""
-        if self.writer is not None:
-            self.writer.wait()
+        self.writer.wait()
         paths = [self.folder / name for name in (self.listed.last, self.before.last) if name]
         return next((path for path in paths if is_committed(path)), None)
 
@@ -255,7 +255,7 @@ class KeptCheckpoints:
                 self._set_pointers(name, last, best, moves_best)
                 self._delete(obsolete, name)
 
-        if self.writer is None:
+        if not self.in_background:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             commit()
             return

@@ -70,7 +70,7 @@ def gather_uneven(data: Any, device: torch.device, processes: SingleProcess, syn
     Collective. None stands for a tensor without rows.
 
     Raises:
-        ConfigError: a leaf has no first dimension, or the tensors differ in more than its length; on all processes.
+        ConfigError: a leaf lacks a first dimension, or the tensors differ in more than its length; on all processes.
     """
     own: dict[str, Any] = {}
     map_sorted(lambda path, leaf: own.update({path: _length_and_rows(leaf)}), data)
@@ -103,19 +103,16 @@ def _require_rows(path: str, kinds: Sequence[tuple[Any, ...] | None]) -> None:
     if len(found) > 1 or any(not rows.startswith("rows") for rows in found):
         differing = ", and ".join(f"{rows} on rank {rank}" for rows, rank in found.items())
         raise ConfigError(
-            f"gather_uneven: {path or 'the data'} has {differing}. It joins tensors along their first dimension, "
-            "in whose length alone they may differ; give None on a process that has no tensor, and numbers to "
-            "all_gather."
+            f"gather_uneven: {path or 'the data'} has {differing}. It joins tensors, which may differ only in the "
+            "length of their first dimension: give None on a process without a tensor, and numbers to all_gather."
         )
 
 
 def _length_and_rows(leaf: Any) -> tuple[Any, ...] | None:
     """Return the length of a leaf's first dimension, a description of its rows, and their shape and dtype."""
-    if leaf is None:
-        return None
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return 0, "a number" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-    return len(leaf), f"rows of {[*leaf.shape[1:]]} {leaf.dtype}", [*leaf.shape[1:]], leaf.dtype
+    if isinstance(leaf, torch.Tensor) and leaf.dim():
+        return len(leaf), f"rows of {[*leaf.shape[1:]]} {leaf.dtype}", [*leaf.shape[1:]], leaf.dtype
+    return None if leaf is None else (0, f"a {type(leaf).__name__} without rows")
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -26,29 +26,30 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         ConfigError: the name is unknown, or there is no such device.
     """
     others = _other_accelerators()
-    if accelerator not in (*ACCELERATORS, *others):
-        raise unknown_name_error("accelerator", accelerator, [*ACCELERATORS, *others], OTHER_ACCELERATORS)
     if accelerator == "cpu":
         return "cpu", "cpu: as asked"
-    wanted = {"auto": ("cuda", "mps", "tpu", *others), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
-    if "cuda" in wanted and torch.cuda.is_available():
-        return "cuda", f"{accelerator}: CUDA devices found: {torch.cuda.device_count()}"
-    if "mps" in wanted and torch.backends.mps.is_available():
-        return "mps", f"{accelerator}: Apple GPU (MPS) found"
-    if accelerator == "tpu" or ("tpu" in wanted and tpu_is_there()):
+    if accelerator not in (*ACCELERATORS, *others):
+        raise unknown_name_error("accelerator", accelerator, [*ACCELERATORS, *others], OTHER_ACCELERATORS)
+    is_there: dict[str, Callable[[], bool]] = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "tpu": tpu_is_there,
+    }
+    is_there |= dict.fromkeys((*others, "cpu"), lambda: True)
+    wanted = {"auto": tuple(is_there), "gpu": ("cuda", "mps")}.get(accelerator, (accelerator,))
+    found = next((kind for kind in wanted if is_there[kind]()), None)
+    if "tpu" in (accelerator, found):
         device_type, reason = choose_tpu_stack()
         if device_type is None:
             raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
         return device_type, f"{accelerator}: {reason}"
-    if not set(wanted).isdisjoint(others):
-        return others[0], f"{accelerator}: {others[0]} devices of torch.accelerator: {torch.accelerator.device_count()}"
-    missing = "no CUDA device found, no MPS"
-    if accelerator == "auto":
-        return "cpu", f"auto: {missing}"
-    raise ConfigError(
-        f"accelerator={accelerator!r}, but: {missing} (this torch is built for CUDA {torch.version.cuda}, ROCm "
-        f"{torch.version.hip}). Use accelerator='auto' or 'cpu'."
-    )
+    if found is None:
+        raise ConfigError(
+            f"accelerator={accelerator!r}, but there is none (this torch is built for CUDA {torch.version.cuda}, ROCm "
+            f"{torch.version.hip}). Use accelerator='auto' or 'cpu'."
+        )
+    reason = "as asked" if found == accelerator else f"the first available of {', '.join(wanted)}"
+    return found, f"{accelerator}: {reason}"
 
 
 def _other_accelerators() -> list[str]:
@@ -96,23 +97,21 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     Raises:
         ConfigError: `devices` is invalid, or not available on this machine.
     """
-    known = {"cpu": lambda: None, "xla": lambda: None, "mps": lambda: 1, "cuda": torch.cuda.device_count}
-    available = known.get(device_type, torch.accelerator.device_count)()
+    numbered = device_type not in ("cpu", "xla")
+    counts = {"mps": lambda: 1, "cuda": torch.cuda.device_count}
+    available = counts.get(device_type, torch.accelerator.device_count)() if numbered else _MOST_PROCESSES
     wanted = devices if not isinstance(devices, str) or devices == "auto" else _from_text(devices)
-    if wanted in ("auto", -1):
-        if available is not None:
-            return available, None, f"{wanted}: all {device_type} devices ({available})"
-        if wanted == "auto" or device_type == "xla":
+    if wanted == "auto" or (wanted == -1 and device_type != "cpu"):
+        if not numbered:
             return 1, None, f"{wanted}: one process on {device_type}"
-    most = _MOST_PROCESSES if available is None else available
-    if type(wanted) is int and 0 < wanted <= most:
+        return available, None, f"{wanted}: all {device_type} devices ({available})"
+    if type(wanted) is int and 0 < wanted <= available:
         return wanted, None, f"{wanted}: as asked"
-    if isinstance(wanted, Sequence) and available is not None and device_type != "tpu":
-        ids = [number for number in wanted if type(number) is int and 0 <= number < available]
-        if ids and len(set(ids)) == len(wanted):
-            return len(ids), ids, f"{ids}: as asked"
+    chosen = [*wanted] if isinstance(wanted, Sequence) and numbered and device_type != "tpu" else []
+    if chosen and len(set(chosen)) == len(chosen) and set(chosen) <= set(range(available)):
+        return len(chosen), chosen, f"{chosen}: as asked"
     raise ConfigError(
-        f"devices={devices!r} cannot be used: {available or 'no numbered'} {device_type} devices can be seen "
+        f"devices={devices!r}: up to {available} {device_type} devices can be used "
         "(CUDA_VISIBLE_DEVICES hides GPUs). Allowed: 'auto', a number of devices from 1, -1 for all GPUs, or a list of "
         "different GPU numbers from 0, such as [0, 1] or '0,1'."
     )

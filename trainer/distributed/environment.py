@@ -100,9 +100,11 @@ def _refuse_one_of_several(environ: Mapping[str, str]) -> None:
     if environ.get("RAY_JOB_ID") or environ.get("SLURM_STEP_ID"):
         return
     for mpi in (*_MPI, *_WITHOUT_SIZE):
-        rank = _integer(environ, *mpi.names[0], default=mpi.first)
+        if not any(map(environ.get, mpi.names[0])):
+            continue
+        rank = _integer(environ, *mpi.names[0])
         size = _integer(environ, *mpi.names[1], default=1) if mpi.names[1:] else 1
-        if any(map(environ.get, mpi.names[0])) and (rank > mpi.first or size > 1):
+        if rank > mpi.first or size > 1:
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             raise ConfigError(
                 f"{_list(given)} set, but not all of rank, size, local rank and local size, so that each of several "
@@ -128,12 +130,12 @@ def _list(variables: Mapping[str, str]) -> str:
 
 def _integer(environ: Mapping[str, str], *names: str, default: int = 0) -> int:
     """Return the number in the first of these variables that is set."""
-    name = next(filter(environ.get, names), None)
-    if name is None:
-        return default
-    if not environ[name].isdecimal():
-        raise ConfigError(f"{name}={environ[name]!r} is not an integer from 0.")
-    return int(environ[name])
+    for name in names:
+        if text := environ.get(name):
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} is not an integer from 0.")
+            return int(text)
+    return default
 
 
 def _place(environ: Mapping[str, str], names: Sequence[str]) -> tuple[int, int, int, int]:

@@ -41,8 +41,7 @@ class SingleProcess:
         self.begun = 0
         """Number of collectives begun so far; equal on processes at the same point of the run."""
         self.wait_for_all: Callable[[str], None] = _no_others
-        """Waits until all processes call it with the same words, while a run goes on; raises ConfigError if they do
-        not."""
+        """Waits, during a run, until all processes call it with the same text; raises ConfigError if they do not."""
 
     @property
     def log(self) -> logging.Logger:
@@ -237,7 +236,7 @@ def _require_one_call(messages: list[torch.Tensor]) -> None:
     if rank is not None:
         raise TrainerError(
             f"rank 0 is in {first}, and rank {rank} in {others[rank - 1]}: the processes do not make the same calls. "
-            "All have to make them, also those of torch.distributed, at the same place: take them out of "
+            "All have to make them at the same place, also calls of torch.distributed: take them out of "
             "`if trainer.is_global_zero`, `if rank == 0`, and conditions that differ between the processes."
         )
 

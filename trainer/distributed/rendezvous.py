@@ -105,8 +105,8 @@ def _register_rank(store: Store, rank: int, world_size: int) -> None:
             store,
             rank,
             f"rank {rank} is there twice: {known.rpartition('/')[0]} and {me} both have RANK={rank}. Give each process "
-            "a RANK of its own, from 0 to WORLD_SIZE - 1. If they are of two runs, give one of these another "
-            "MASTER_PORT; if one was started again in place of the other, start all processes again.",
+            "another RANK, from 0 to WORLD_SIZE - 1. If they belong to two runs, give one of them another MASTER_PORT; "
+            "if one was started again in place of the other, start all processes again.",
         )
     number, _, other = store.compare_set("trainer/world_size", "", f"{world_size} {rank}").decode().partition(" ")
     if int(number) != world_size:
@@ -123,7 +123,7 @@ def _process_key(rank: int) -> str:
 
 
 def _refuse(store: Store, rank: int, why: str) -> None:
-    """Raise on this process, and on all that still wait; those that have met go on."""
+    """Raise on this process, and on all that still wait; processes that have met continue."""
     if not store.check(["trainer/complete/1"]):
         store.set(_REFUSED, why)
     if rank == 0:

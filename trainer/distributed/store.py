@@ -23,7 +23,7 @@ TIMEOUT = "TRAINER_CONNECT_SECONDS"
 """Environment variable: seconds to try to connect to a store that does not answer yet."""
 _TIMEOUT_S = 60.0
 _UNREACHABLE_TIMEOUT_S = 15.0
-"""The same for a missing host: its name is unknown, or it has no route."""
+"""The same for a missing host, without a known name or a route."""
 _NOTICE_S = 5.0
 _HANDSHAKE_S = 10.0
 _BUSY_TIMEOUT_S = 3.0

@@ -19,8 +19,8 @@ ENVIRONMENT = "python3 -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9
 def choose_tpu_stack() -> tuple[str | None, str]:
     """Return the device type, and a text with its package and the reason; or None, and why there is none.
 
-    `"tpu"` is TorchTPU's: an ordinary device, where the ordinary strategies run. `"xla"` is that of torch_xla, where
-    only the strategies made for it run. Neither package is imported.
+    `"tpu"` is TorchTPU's ordinary device, which runs the ordinary strategies. `"xla"` is torch_xla's, which runs only
+    the strategies made for it. Neither package is imported.
     """
     has_tpu, problem = torch_tpu_is_ready(), torch_xla_problem()
     if has_tpu:
@@ -41,7 +41,7 @@ def torch_tpu_is_ready() -> bool:
 def torch_xla_problem() -> str | None:
     """Return why torch_xla cannot be used here, with the commands to fix it; None if it can."""
     if not _installed("torch_xla"):
-        return f"torch_xla is not installed. It needs an environment of its own: {ENVIRONMENT}"
+        return f"torch_xla is not installed. It needs a separate environment: {ENVIRONMENT}"
     theirs, ours = _minor(_version("torch_xla")), _minor(str(torch.__version__))
     if theirs != ours:
         return (
@@ -65,7 +65,7 @@ SHARED = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 
 
 def share_chips(processes: int) -> None:
-    """Set the environment with which processes started from now on get a chip of TorchTPU each.
+    """Set the environment so that each process started from now on gets one chip of TorchTPU.
 
     Raises:
         ConfigError: the chips cannot be shared by this number of processes.
@@ -83,7 +83,7 @@ def sharing_problems(device_type: str, processes: int, source: str) -> list[str]
     if device_type != "tpu" or processes == 1 or SHARED in os.environ:
         return []
     return [
-        f"{source} started {processes} processes, to which TorchTPU has given no chips ({SHARED} is not set). Before "
+        f"{source} started {processes} processes, and TorchTPU has given them no chips ({SHARED} is not set). Before "
         "starting them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""
     ]
 

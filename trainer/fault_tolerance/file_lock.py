@@ -60,7 +60,7 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 raise
             log.warning(
-                "the file system of %s has no locks (%s): take care that no other run writes there, too.",
+                "the file system of %s lacks locks (%s): take care that no other run writes there, too.",
                 self.folder,
                 error.strerror or error,
             )
@@ -81,7 +81,7 @@ class FolderLock:
 
     def _open(self, more: int = 0) -> int:
         """Open the file, which may have been put there by anybody: never through a link, nor one with another name."""
-        wrong = OSError(errno.EINVAL, f"{NAME} there is a link or no regular file: delete it")
+        wrong = OSError(errno.EINVAL, f"{NAME} there is a link, or not a regular file: delete it")
         try:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | more, 0o644)
         except OSError as error:

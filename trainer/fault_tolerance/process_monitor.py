@@ -25,9 +25,7 @@ class LocalProcessMonitor:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._machine = _machine_id()
         self._watched: dict[int, int] = {}  # pidfd of a process: its rank
         self._events = select.poll() if self._machine else None
@@ -48,8 +46,7 @@ class LocalProcessMonitor:
             rank = self._watched.pop(descriptor)
             self._events.unregister(descriptor)
             os.close(descriptor)
-            if not self._store.check([_done_key(rank)]):
-                report_dead_process(self._store, rank, self._world_size)
+            self._report_unless_done(rank)
 
     def close(self) -> None:
         """Stop watching."""
@@ -67,13 +64,16 @@ class LocalProcessMonitor:
             try:
                 descriptor = os.pidfd_open(int(pid))
             except ProcessLookupError:
-                if not self._store.check([_done_key(rank)]):
-                    report_dead_process(self._store, rank, self._world_size)
+                self._report_unless_done(rank)
             except OSError:
                 continue  # not supported by the kernel or its sandbox
             else:
                 self._watched[descriptor] = rank
                 self._events.register(descriptor, select.POLLIN)
+
+    def _report_unless_done(self, rank: int) -> None:
+        if not self._store.check([_done_key(rank)]):
+            report_dead_process(self._store, rank, self._world_size)
 
 
 def mark_done(store: Store, rank: int) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -132,8 +133,8 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
     kind, program = program_of(arguments)
     if not sys.executable or kind == "-":
         return "its program came from standard input, not from a file"
-    if kind == "script" and not os.path.isfile(program) and not os.path.isdir(program):
-        return f"its program came from {program!r}, which is not a file in the current directory {os.getcwd()!r}"
+    if kind == "script" and not os.path.exists(program):
+        return f"its program {program!r} is not in the current directory {os.getcwd()!r}"
     return None
 
 
@@ -170,7 +171,7 @@ def die_with_parent() -> None:
         return
     if os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher and not _alive(launcher):
+    if os.getppid() != launcher and not os.path.exists(f"/proc/{launcher}"):
         os.kill(os.getpid(), signal.SIGKILL)  # the launcher died before this call
 
 
@@ -220,14 +221,12 @@ class _SignalForwarder:
     def send(self, number: int) -> None:
         """Send a signal to every process; SIGKILL also to their children."""
         for pid in self._pids():
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 if number == signal.SIGKILL:
                     os.killpg(pid, number)
                 else:
                     # Not to the group: data workers have to live until the step is finished.
                     os.kill(pid, number)
-            except (ProcessLookupError, PermissionError):
-                continue
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
@@ -296,13 +295,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

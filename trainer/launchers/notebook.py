@@ -203,7 +203,7 @@ def _forget_process_group() -> None:
     """Forget the process group that a fit in the notebook has left; for a forked process."""
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return
     _inherited.extend(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
@@ -218,7 +218,7 @@ def _destroy_process_group() -> None:
 
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         gc.collect()
         with suppress(Exception):
             dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import kept_path, local_path
+from trainer.arguments import local_path, optional_path
 
 
 class LoggerFolder:
@@ -27,7 +27,7 @@ class LoggerFolder:
         sub_dir: str | Path | None = None,
     ) -> None:
         self.files = files
-        self.given = None if save_dir is None else kept_path(save_dir, "save_dir")
+        self.given = optional_path(save_dir, "save_dir")
         for argument, value in {"name": name, "version": version}.items():
             if isinstance(value, str):
                 local_path(value, argument)  # raises where no file system has such a folder

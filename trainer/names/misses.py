@@ -43,16 +43,17 @@ def refuse_to_set(owner: object, name: str) -> None:
     """
     kind = type(owner)
     found = getattr_static(kind, name, refuse_to_set)
+    is_argument = False
     if isinstance(found, Alias):
-        is_argument = found.path.startswith("settings.")
-        reason = f"give {kind.__name__}({name}=...)" if is_argument else f"it is the same as {found.path}"
+        is_argument, reason = found.path.startswith("settings."), f"it is the same as {found.path}"
     elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
-        is_argument = name in signature(kind.__init__).parameters
-        reason = f"give {kind.__name__}({name}=...)" if is_argument else "it follows from the run"
+        is_argument, reason = name in signature(kind.__init__).parameters, "it follows from the run"
     elif found is refuse_to_set and (words := member_words(kind, [name])):
         reason = f"it is not here. Use {words[name]}"
     else:
         return
+    if is_argument:
+        reason = f"give {kind.__name__}({name}=...)"
     raise AttributeError(f"{kind.__name__}.{name} cannot be set: {reason}.")
 
 
