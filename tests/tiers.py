@@ -277,8 +277,10 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_changing_buffers.py::*": ("DDP x2", "FSDP x2"),
     "strategies/test_adapters.py::*": ("single", "Lora-*", "IA3-*"),
     "strategies/test_changing_parameters.py::test_the_weights_are_those_of_a_hand_written_loop_*": (
-        "DDP x2-*",
-        "FSDP x2-*",
+        *(f"DDP x2-{case}" for case in ("unfreeze", "freeze", "add", "replace", "remove", "halve late", "prune")),
+        "DDP x2-weight [iw]*",
+        *(f"FSDP x2-{case}" for case in ("unfreeze late", "add", "regroup", "reset", "data", "weight late", "module")),
+        *(f"FSDP x2-{case}" for case in ("register", "delete", "prune", "halve * a validation", "weight within *")),
         "FSDP x2, SHARD_GRAD_OP-unfreeze",
         "FSDP x2, SHARD_GRAD_OP-halve in a validation",
         "ZeRO-[12] x2-unfreeze",
@@ -316,6 +318,22 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_model_parallel_products.py::*": (),
     "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2", "PP 2 x CP 2"),
     "strategies/test_changes_between_runs.py::test_a_change_of_what_is_empty_is_refused": (),
+    "strategies/test_model_parallel.py::test_every_part_has_its_gradient": (
+        *("a mask that is computed from tokens", "what is computed of all tokens, with gathered keys"),
+        *("as many tokens as features, in the first batch", "forwards that count, in split layers"),
+        *("activations that are split along the sequence*", "complex numbers between stages", "a sum over processes*"),
+    ),
+    "strategies/test_model_parallel.py::test_options_of_strategy_and_trainer_work_together": (
+        *("layers built on rank 0 only", "compiled blocks*", "recomputed activations of stages", "windows shorter*"),
+    ),
+    "strategies/test_model_parallel.py::test_plans_are_verified_in_float32_whatever_the_precision": (
+        *("*-bf16-mixed", "blocks with casts*-16-true", "a fused layer-bf16-true"),
+    ),
+    "strategies/test_side_outputs.py::test_it_trains_as_on_one_process": (
+        *("losses in a list, full features", "lists in blocks, and sequences", "a counter before the blocks"),
+        *("running means in compiled blocks of a pipeline", "objects that hooks write to", "numbers of parts, to log"),
+        *("noise in training", "losses in a list, ZeRO-3", "much, FSDP, compiled"),
+    ),
     "strategies/test_model_parallel.py::test_the_processes_of_one_model_draw_the_same_numbers": ("without a seed",),
     "strategies/test_steps_by_hand.py::test_processes_that_use_different_layers_are_refused": (),
     "strategies/test_steps_by_hand.py::test_that_zero_moves_what_a_step_has_not_used_is_said_once": (),

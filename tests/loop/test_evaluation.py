@@ -17,8 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.toy import Toy, loader, quiet
-from tests.messages import raises_recorded
-from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
 
 CLASSES = 3
@@ -316,15 +315,3 @@ class Fitted(Measured):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("name", ["step", "epoch"])
-def test_the_trainers_own_names_are_refused_with_several_loaders_too(name: str) -> None:
-    class Named(Toy):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log(name, 1.0)
-
-    with raises_recorded(ConfigError):
-        quiet().validate(Named(), [loader(1), loader(1)])
-    with raises_recorded(ConfigError):
-        quiet(fast_dev_run=True).fit(Named(), loader(1), loader(1))
