@@ -135,8 +135,8 @@ def _alive_otherwise(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alive_otherwise() -> dict[str, list[Any]]:
-    return run_each(_alive_otherwise, STRATEGIES)
+def alive_otherwise(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive_otherwise, selected(request, "name"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -150,8 +150,8 @@ def test_nothing_but_what_a_hook_keeps_is_alive_at_the_next_forward(kind: str, n
 
 
 @pytest.fixture(scope="module")
-def alive() -> dict[str, list[Any]]:
-    return run_each(_alive, STRATEGIES)
+def alive(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive, selected(request, "name"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
