@@ -231,21 +231,6 @@ def test_the_metrics_given_back_are_plain_numbers_and_start_afresh() -> None:
     assert as_floats(trainer.callback_metrics) == once
 
 
-class TwoStepArguments(Measured):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.log("loader", float(dataloader_idx), reduce_fx="max")
-
-
-def test_a_step_that_wants_the_loader_gets_its_number() -> None:
-    trainer = make_trainer(1)
-    assert trainer.validate(TwoStepArguments(), several_loaders()) == [
-        {"loader/small": 0.0},
-        {"loader/large": 1.0},
-        {"loader/one": 2.0},
-    ]
-    assert trainer.callback_metrics["loader"] == 2.0
-
-
 def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:
     module = Measured()
     module.frozen = torch.nn.Dropout().eval()

@@ -391,12 +391,6 @@ def _ended(strategy: str, ranks: tuple[int, ...]) -> Any:
     return module.seen, module.epochs, trainer.global_step, module.layer.weight.tolist() if strategy != "fsdp" else 0
 
 
-def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
-    seen, epochs, steps, _ = _ended("auto", (0,))
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (epochs, steps) == (2, 4)
-
-
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_checkpoints_are_written_after_an_epoch_that_minus_one_has_ended(at: int, window: int) -> None:
@@ -636,20 +630,6 @@ def test_fast_dev_run_has_no_sanity_check_and_a_logger_that_takes_everything() -
     assert steps == [1]
     assert (len(trainer.loggers), trainer.logger) == (1, trainer.loggers[0])
     assert quiet(fast_dev_run=True, logger=False).loggers == []
-
-
-def test_teardown_is_called_once_even_if_it_raises() -> None:
-    class Raises(Callback):
-        calls = 0
-
-        def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-            self.calls += 1
-            raise RuntimeError("on purpose")
-
-    callback = Raises()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        quiet(max_epochs=1, callbacks=[callback]).fit(Toy(), loader(1))
-    assert callback.calls == 1
 
 
 # -- hooks of a data module --------------------------------------------------------------------------------------------
