@@ -209,6 +209,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "*-loader validation",
         "*-call stage",
     ),
+    "loop/test_agreement.py::test_paths_loggers_and_callbacks_of_one_rank_may_differ": ("FSDP x2",),
     "loop/test_auto_accumulation.py::test_two_processes_agree": (),
     "launchers/test_launcher.py::test_a_signal_to_the_launcher_stops_all_at_one_step": ("SIGTERM-143",),
     "launchers/test_launcher.py::test_an_interrupt_does_not_hide_a_failure": ("after, in training",),
