@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -88,46 +87,6 @@ def test_the_steps(trigger: dict[str, Any], epochs: int, steps: list[int]) -> No
     assert saved.steps == steps
 
 
-def test_time_is_counted_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("trainer.callbacks.checkpoint.time.monotonic", lambda: clock[0])
-
-    class Slow(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            clock[0] += 10
-            return super().training_step(batch, batch_idx)
-
-    saved = Saved()
-    fit([ModelCheckpoint(train_time_interval=25), saved], Slow(), batches=8)
-    assert saved.steps == [3, 6, 8]
-
-
-@pytest.mark.parametrize(
-    ("trigger", "steps"),
-    [
-        ({"every_n_train_steps": 2, "monitor": "val_loss"}, [2, 4, 6, 8]),
-        ({"every_n_epochs": 1, "monitor": "val_loss"}, [2, 4, 6, 8]),
-        ({"every_n_train_steps": 3, "monitor": "val_loss"}, [3, 6, 8]),
-    ],
-)
-def test_validation_inside_an_epoch_comes_first(trigger: dict[str, Any], steps: list[int]) -> None:
-    saved = Saved()
-    fit([ModelCheckpoint(**trigger, save_top_k=-1), saved], batches=8, val_check_interval=2)
-    assert saved.steps == steps
-
-
-def test_an_end_in_the_middle_of_an_epoch_is_saved() -> None:
-    saved = Saved()
-    trainer = fit([ModelCheckpoint(), saved], max_steps=6, max_epochs=-1)
-    assert saved.steps == [4, 6]
-    assert there(trainer.run_dir / "checkpoints") == ["epoch=1-step=6"]
-
-
-def test_the_end_of_training_is_of_the_epoch_that_has_ended() -> None:
-    trainer = fit([ModelCheckpoint(every_n_epochs=2, save_top_k=-1)], max_epochs=3)
-    assert there(trainer.run_dir / "checkpoints") == ["epoch=1-step=8", "epoch=2-step=12"]
-
-
 @pytest.mark.parametrize("save", [True, False])
 def test_an_exception_is_saved_if_wanted(save: bool, tmp_path: Path) -> None:
     class Failing(Toy):
@@ -177,21 +136,6 @@ def test_without_monitor_the_newest_are_kept(tmp_path: Path) -> None:
     assert checkpoint.best_model_score is None
 
 
-def test_nan_is_never_the_best(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val_loss")
-    fit(checkpoint, Scored([math.nan, 0.5, math.nan]), max_epochs=3)
-    assert there(tmp_path) == ["epoch=1", "epoch=2"]
-    assert pointers(tmp_path) == ["epoch=2", "epoch=1"]
-
-
-def test_two_at_once_keep_out_of_each_others_way(tmp_path: Path) -> None:
-    often = ModelCheckpoint(tmp_path / "often", filename="{step}", every_n_train_steps=2)
-    best = ModelCheckpoint(tmp_path / "best", filename="{epoch}", monitor="val_loss", save_last=False)
-    fit([often, best], Scored(VALUES), max_epochs=2)
-    assert there(tmp_path / "often") == ["step=8"]
-    assert there(tmp_path / "best") == ["epoch=1"]
-
-
 def test_the_new_one_is_committed_and_pointed_to_before_an_old_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,13 +174,6 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     assert sorted(there(tmp_path)) == ["same", "same-v1", "same-v2"]
 
 
-def test_what_was_not_logged_is_named_with_what_was() -> None:
-    with raises_recorded(ConfigError):
-        fit(ModelCheckpoint(monitor="val_los", mode="min"), Scored([0.1]))
-    with raises_recorded(ConfigError):
-        fit(ModelCheckpoint(filename="{val_los}"), Scored([0.1]))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -262,12 +199,6 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
 def test_arguments_that_cannot_be(arguments: dict[str, Any]) -> None:
     with raises_recorded(ConfigError):
         ModelCheckpoint(**arguments)
-
-
-def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with raises_recorded(ConfigError):
-        fit(ModelCheckpoint(tmp_path / "file"))
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import signal
@@ -51,12 +50,6 @@ def folder(checkpoint: ModelCheckpoint) -> Path:
 # -- the step of a value -----------------------------------------------------------------------------------------------
 
 
-def test_a_save_at_the_epochs_last_step_waits_for_its_validation() -> None:
-    checkpoint = ModelCheckpoint(every_n_train_steps=4, monitor="val_loss", filename="{step}")
-    fit(checkpoint, ByStep({4: 0.5, 8: 0.9, 12: 0.8}), epochs=3)
-    assert scores(checkpoint) == {"step=4": 0.5, "step=12": 0.8}
-
-
 def test_the_last_lines_of_a_run_name_the_best_checkpoint() -> None:
     checkpoint, newest = ModelCheckpoint(monitor="val_loss", filename="{step}"), ModelCheckpoint()
     assert checkpoint.output_location() is None
@@ -64,71 +57,6 @@ def test_the_last_lines_of_a_run_name_the_best_checkpoint() -> None:
     assert checkpoint.output_location() == ("best val_loss 0.25:", folder(checkpoint) / "step=8")
     fit(newest, ByStep({4: 0.5}))
     assert newest.output_location() is None
-
-
-@pytest.mark.parametrize(
-    ("trigger", "settings"),
-    [
-        ({}, {"epochs": -1, "max_steps": 6}),
-        ({"every_n_train_steps": 3}, {"val_check_interval": 2}),
-        ({}, {"val_check_interval": 3, "batches": 4}),
-        ({"every_n_epochs": 1}, {"epochs": 2, "check_val_every_n_epoch": 2, "batches": 2}),
-    ],
-)
-def test_a_checkpoint_between_validations_has_no_score(trigger: dict[str, Any], settings: dict[str, Any]) -> None:
-    checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=-1, filename="{step}", **trigger)
-    fit(checkpoint, ByStep(dict.fromkeys(range(9), 0.5)), **settings)
-    interval, epochs = (
-        settings.get("val_check_interval", settings.get("batches", 4)),
-        settings.get("check_val_every_n_epoch", 1),
-    )
-    known = {f"step={step}" for step in range(interval * epochs, 9, interval * epochs)}
-    assert any(score is None for score in scores(checkpoint).values())
-    for name, score in scores(checkpoint).items():
-        assert (score == 0.5) == (name in known), name
-
-
-def test_of_equal_values_the_older_one_is_kept() -> None:
-    checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{step}", save_last=False)
-    fit(checkpoint, ByStep({1: 2, 2: 1, 3: 1, 4: 1, 5: 2}), epochs=5, batches=1)
-    assert scores(checkpoint) == {"step=2": 1, "step=3": 1}
-    assert Path(checkpoint.best_model_path).name == "step=2"
-
-
-def test_an_interval_of_one_batch_is_no_epoch() -> None:
-    checkpoint = ModelCheckpoint(monitor="val_loss", filename="{step}")
-    fit(checkpoint, ByStep({1: 0.5, 2: 0.1, 3: 0.9, 4: 0.8}), val_check_interval=1)
-    assert scores(checkpoint) == {"step=2": 0.1, "step=4": 0.8}
-
-
-def test_a_save_by_time_waits_for_the_validation_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr("trainer.callbacks.checkpoint.time.monotonic", lambda: float(next(clock)))
-    checkpoint = ModelCheckpoint(monitor="val_loss", train_time_interval=1, filename="{step}", save_top_k=-1)
-    fit(checkpoint, ByStep({2: 0.5, 4: 0.6, 6: 0.4}), batches=6, val_check_interval=2)
-    assert scores(checkpoint) == {
-        "step=1": None,
-        "step=2": 0.5,
-        "step=3": None,
-        "step=4": 0.6,
-        "step=5": None,
-        "step=6": 0.4,
-    }
-
-
-def test_the_mean_of_a_training_metric_scores_the_end_of_its_epoch() -> None:
-    class Trained(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
-            return self._loss(batch)
-
-    checkpoint = ModelCheckpoint(monitor="loss", save_top_k=-1, filename="{step}")
-    fit(checkpoint, Trained(), epochs=2, val_check_interval=2)
-    assert scores(checkpoint) == {"step=2": None, "step=4": 1.5, "step=6": None, "step=8": 5.5}
-    # Saves by step follow the steps' values.
-    checkpoint = ModelCheckpoint(monitor="loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    fit(checkpoint, Trained(), epochs=-1, max_steps=6)
-    assert scores(checkpoint) == {"step=2": 1, "step=4": 1.5, "step=6": 5}
 
 
 def test_a_value_logged_when_the_epoch_has_ended() -> None:
@@ -139,13 +67,6 @@ def test_a_value_logged_when_the_epoch_has_ended() -> None:
     checkpoint = ModelCheckpoint(monitor="late", filename="{step}", save_last=False)
     fit(checkpoint, AtEnd(), epochs=3, val_check_interval=2)
     assert scores(checkpoint) == {"step=12": 3.0}
-
-
-def test_a_loader_that_does_not_know_its_length() -> None:
-    checkpoint = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=-1, filename="{step}-{val_loss}")
-    trainer = quiet(max_steps=8, enable_checkpointing=True, callbacks=checkpoint)
-    trainer.fit(ByStep({4: 0.5, 8: 0.25}), Endless(4), loader(1))
-    assert scores(checkpoint) == {"step=4-val_loss=0.5": 0.5, "step=8-val_loss=0.25": 0.25}
 
 
 class Endless:
@@ -176,17 +97,6 @@ def test_the_last_step_of_data_without_a_length_is_written_again_at_the_epochs_e
         assert len(checkpoint.kept) == 2
 
 
-@pytest.mark.parametrize(("monitor", "kept"), [("step", [4, 5, 6]), ("epoch", [4, 5, 6])])
-@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 1}])
-def test_the_newest_by_step_or_epoch(monitor: str, kept: list[int], trigger: dict[str, int]) -> None:
-    checkpoint = ModelCheckpoint(
-        monitor=monitor, mode="max", save_top_k=3, filename="{step}", save_last=False, **trigger
-    )
-    fit(checkpoint, Toy(), epochs=6, batches=1)
-    assert list(scores(checkpoint)) == [f"step={step}" for step in kept]
-    assert Path(checkpoint.best_model_path).name == "step=6"
-
-
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -201,19 +111,6 @@ def test_a_name_misspelt_is_reported_after_the_first_validation(trigger: dict[st
     with raises_recorded(ConfigError):
         trainer.fit(Toy(), loader(4), loader(1))
     assert trainer.global_step == 2
-
-
-def test_a_value_not_known_yet_is_nan_in_a_name() -> None:
-    checkpoint = ModelCheckpoint(
-        filename="{step}-{val_loss:.1f}", monitor="val_loss", every_n_train_steps=1, save_top_k=-1
-    )
-    fit(checkpoint, ByStep({2: 0.5, 4: 0.3}), val_check_interval=2)
-    assert list(scores(checkpoint)) == [
-        "step=1-val_loss=nan",
-        "step=2-val_loss=0.5",
-        "step=3-val_loss=nan",
-        "step=4-val_loss=0.3",
-    ]
 
 
 @pytest.mark.parametrize("monitor", ["val_los", "val_loss", "train_loss", "val_lose"])
@@ -324,19 +221,6 @@ def test_a_name_without_fields_survives_a_kill_at_any_time(tmp_path: Path) -> No
 
 
 # -- a second fit ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("monitor", [None, "val_loss"])
-def test_a_second_fit_knows_nothing_of_the_first(monitor: str | None) -> None:
-    checkpoint = ModelCheckpoint(monitor=monitor)
-    trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=checkpoint)
-    for number, value in enumerate((0.5, 0.9)):
-        trainer.fit(ByStep({4: value}), loader(4), loader(1))
-        path = trainer.run_dir / "checkpoints" / "epoch=0-step=4"
-        assert trainer.run_dir.name == f"version_{number}"
-        assert (checkpoint.last_model_path, checkpoint.best_model_path) == (str(path), str(path))
-        assert scores(checkpoint) == {"epoch=0-step=4": value if monitor else None}
-        assert verify_checkpoint(path) == []
 
 
 def test_a_second_fit_into_the_same_folder_does_not_point_to_the_best_of_the_first(tmp_path: Path) -> None:

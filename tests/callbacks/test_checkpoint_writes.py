@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import stat
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,38 +167,6 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     fit([At(step6=lambda trainer: limit_files(1000)), Freed(), checkpoint])
     assert "The last checkpoint that was written: none." in caplog.text
     assert there(tmp_path) == ["step=6"]
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_full_disk(async_save: bool, tmp_path: Path) -> None:
-    """The disk is a file system of one megabyte, which fills up."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        with raises_recorded(WriteError):
-            fit([steps(dirpath=disk, save_top_k=-1, async_save=async_save)], 20, Wide())
-        names = there(disk)
-        assert names
-        assert CheckpointDirectory(disk).resolve("last") == disk / names[-1]
-        assert all(verify_checkpoint(disk / name) == [] for name in names)
-        assert {path.name for path in disk.iterdir()} == {*names, "last.json"}
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-class Wide(Toy):
-    """A module of about 0.2 MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = torch.nn.Parameter(torch.zeros(50_000))
 
 
 # -- file systems that refuse other things -----------------------------------------------------------------------------

@@ -32,14 +32,6 @@ def logger() -> Iterator[CSVLogger]:
     logger.close()
 
 
-def test_values_of_one_step_share_a_row(logger: CSVLogger) -> None:
-    logger.log_metrics({"a": 1.0}, 5)
-    logger.log_metrics({"b": 2.5}, 5)
-    logger.log_metrics({"a": 3.0}, 6)
-    logger.flush()
-    assert rows() == [{"step": "5", "a": "1.0", "b": "2.5"}, {"step": "6", "a": "3.0"}]
-
-
 def test_a_row_that_is_on_disk_still_takes_values(logger: CSVLogger) -> None:
     logger.log_metrics({"a": 0.123456789}, 1)
     logger.flush()
@@ -156,18 +148,6 @@ def test_a_disk_that_is_full_for_a_while(
     assert [row["a"] for row in rows()] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
 
 
-def test_hyperparameters() -> None:
-    class WithHyperparameters(Toy):
-        def __init__(self, lr: float = 0.5, sizes: tuple[int, ...] = (1, 2)) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    trainer = quiet(max_epochs=1, logger=CSVLogger())
-    trainer.fit(WithHyperparameters(), loader(1))
-    written = json.loads((trainer.run_dir / "hparams.json").read_text())
-    assert written["module"] == {"lr": 0.5, "sizes": [1, 2]}
-
-
 def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
     """Train three epochs of 8 steps, with a checkpoint after every 4; return the path of the CSV file."""
     crash = [] if crash_at is None else [Crash(crash_at)]
@@ -242,16 +222,6 @@ def test_no_evaluation_changes_the_rows_of_the_training_or_of_another_evaluation
     (last,) = after[len(before) + 2 :]
     assert last.keys() == {"step", "epoch", "val_loss"}
     assert (last["step"], last["epoch"]) == ("2", "0")
-
-
-def test_a_second_fit_has_a_file_of_its_own() -> None:
-    trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=CSVLogger())
-    paths = []
-    for _ in range(2):
-        trainer.fit(Toy(), loader(2))
-        paths.append(trainer.run_dir / "metrics.csv")
-    assert [len(rows(path)) for path in paths] == [2, 2]
-    assert paths[0] != paths[1]
 
 
 def test_a_value_of_the_name_of_the_first_column_is_refused(tmp_path: Path) -> None:

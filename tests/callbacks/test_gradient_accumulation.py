@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import Callback, ConfigError
-from trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from trainer.callbacks import GradientAccumulationScheduler
 
 
 class Windows(Callback):
@@ -27,25 +27,6 @@ def test_windows_grow_with_the_epochs() -> None:
     trainer = quiet(max_epochs=4, callbacks=[GradientAccumulationScheduler({0: 4, 2: 3}), windows])
     trainer.fit(Toy(), loader(8))
     assert windows.seen == [(0, 4), (0, 8), (1, 4), (1, 8), (2, 3), (2, 6), (2, 8), (3, 3), (3, 6), (3, 8)]
-
-
-def test_before_the_first_epoch_named_the_trainers_own_number_holds() -> None:
-    windows = Windows()
-    scheduler = GradientAccumulationScheduler({1: 8})
-    quiet(max_epochs=2, accumulate_grad_batches=4, callbacks=[scheduler, windows]).fit(Toy(), loader(8))
-    assert windows.seen == [(0, 4), (0, 8), (1, 8)]
-
-
-def test_a_resumed_epoch_goes_on_with_its_own_windows() -> None:
-    def callbacks(windows: Windows) -> list[Callback]:
-        return [GradientAccumulationScheduler({0: 1, 1: 2}), ModelCheckpoint(every_n_train_steps=1), windows]
-
-    first, second = Windows(), Windows()
-    quiet(max_steps=9, enable_checkpointing=True, callbacks=callbacks(first)).fit(Toy(), loader(8))
-    assert first.seen[-1] == (1, 2)
-    resumed = quiet(max_epochs=2, enable_checkpointing=True, callbacks=callbacks(second))
-    resumed.fit(Toy(), loader(8), ckpt_path="last")
-    assert second.seen == [(1, 4), (1, 6), (1, 8)]
 
 
 def test_a_window_set_while_training_ends_with_the_fit_and_one_set_before_it_stays() -> None:

@@ -172,11 +172,6 @@ def test_subclasses_write_what_they_want() -> None:
     assert by_epoch.seen == [2]
 
 
-def test_wrong_arguments_all_at_once() -> None:
-    with raises_recorded(ConfigError):
-        PredictionWriter(write_interval="batches", format="json")  # type: ignore[arg-type]
-
-
 def test_nothing_or_only_a_part_to_read() -> None:
     with raises_recorded(ConfigError):
         list(read_predictions("nowhere"))

@@ -289,13 +289,6 @@ def test_profiling_changes_no_number() -> None:
     assert torch.equal(plain.layer.weight, profiled.layer.weight)
 
 
-def test_mistakes() -> None:
-    with raises_recorded(ConfigError):
-        SimpleProfiler(clock=3)  # type: ignore[arg-type]
-    with raises_recorded(ConfigError):
-        Trainer(profiler="smple")
-
-
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
 def test_a_filename_may_have_folders_and_is_checked_at_the_start(kind: Any, tmp_path: Path) -> None:
     with raises_recorded(ConfigError):

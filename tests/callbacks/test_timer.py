@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
-from tests.messages import raises_recorded
-from trainer import ConfigError
 from trainer.callbacks import ModelCheckpoint, Timer
 
 
@@ -91,13 +89,3 @@ def test_a_resumed_run_goes_on_counting() -> None:
     timer, step = run(60.0, 8)
     assert step == 8
     assert timer.time_elapsed() >= 0.08
-
-
-def test_wrong_duration() -> None:
-    with raises_recorded(ConfigError):
-        Timer("01:30")
-
-
-def test_wrong_interval() -> None:
-    with raises_recorded(ConfigError):
-        Timer(interval="steps")

@@ -118,7 +118,7 @@ def resume(name: str) -> list[str]:
 NAMES = (SINGLE, "FSDP x2", "ZeRO-2 x2", "ZeRO-3 x2")
 
 
-resumed = once_per_module(lambda: run_each(resume, NAMES))
+resumed = once_per_module(lambda names: run_each(resume, names), "name")
 
 
 @pytest.mark.parametrize("name", NAMES)

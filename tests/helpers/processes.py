@@ -99,14 +99,19 @@ def processes_share_a_gpu(processes: int) -> bool:
     return DEVICE == "cuda" and torch.cuda.device_count() < processes
 
 
-def once_per_module(run: Callable[[], Any]) -> Any:
-    """Return a fixture with the return value of `run`, which is called once for a test module, in an empty folder."""
+def once_per_module(run: Callable[..., Any], *names: str) -> Any:
+    """Return a fixture with the return value of `run`, which is called once for a test module, in an empty folder.
+
+    With `names`, `run` is given the parameters of these names, of those cases of the module that will run.
+    """
 
     @pytest.fixture(scope="module")
-    def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        from tests.tiers import selected  # a plugin, which pytest has to import first
+
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(tmp_path_factory.mktemp("runs"))
-            return run()
+            return run(selected(request, *names)) if names else run()
 
     return result
 

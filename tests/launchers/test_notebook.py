@@ -85,7 +85,8 @@ def test_a_training_in_the_function(tmp_path: Path) -> None:
 
 def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> None:
     done = at_a_prompt(
-        *("import os, time", "from trainer import launch", "def fail():"),
+        *("import os, time", "from trainer import launch", "from trainer.launchers import notebook"),
+        *("notebook._SHUTDOWN_TIMEOUT_S = 0.5", "def fail():"),
         *("    if os.environ['RANK'] == '1': raise ValueError('no such thing')", "    time.sleep(3600)", ""),
         "launch(fail, devices=2)",
         cwd=tmp_path,

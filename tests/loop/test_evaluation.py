@@ -17,8 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.toy import Toy, loader, quiet
-from tests.messages import raises_recorded
-from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
 
 CLASSES = 3
@@ -232,21 +231,6 @@ def test_the_metrics_given_back_are_plain_numbers_and_start_afresh() -> None:
     assert as_floats(trainer.callback_metrics) == once
 
 
-class TwoStepArguments(Measured):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.log("loader", float(dataloader_idx), reduce_fx="max")
-
-
-def test_a_step_that_wants_the_loader_gets_its_number() -> None:
-    trainer = make_trainer(1)
-    assert trainer.validate(TwoStepArguments(), several_loaders()) == [
-        {"loader/small": 0.0},
-        {"loader/large": 1.0},
-        {"loader/one": 2.0},
-    ]
-    assert trainer.callback_metrics["loader"] == 2.0
-
-
 def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:
     module = Measured()
     module.frozen = torch.nn.Dropout().eval()
@@ -316,15 +300,3 @@ class Fitted(Measured):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("name", ["step", "epoch"])
-def test_the_trainers_own_names_are_refused_with_several_loaders_too(name: str) -> None:
-    class Named(Toy):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log(name, 1.0)
-
-    with raises_recorded(ConfigError):
-        quiet().validate(Named(), [loader(1), loader(1)])
-    with raises_recorded(ConfigError):
-        quiet(fast_dev_run=True).fit(Named(), loader(1), loader(1))

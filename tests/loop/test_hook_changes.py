@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.helpers.processes import run_distributed
+from tests.helpers.stops import StopsAt
 from tests.helpers.toy import loader, quiet
 from trainer import Callback, TrainModule
 from trainer.callbacks import ModelCheckpoint
@@ -125,19 +126,10 @@ class Changes(Callback):
             module.at("step", trainer.current_epoch)
 
 
-class Stop(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.stop("the test")
-
-
 def fit(folder: Path, plan: Plan, own: bool, stop: int = -1, scale: float = 1.0, **options: Any) -> Any:
     torch.manual_seed(0)
     module = Net(plan, own, scale)
-    callbacks = [Stop(stop), ModelCheckpoint(every_n_train_steps=1), *([] if own else [Changes()])]
+    callbacks = [StopsAt(stop), ModelCheckpoint(every_n_train_steps=1), *([] if own else [Changes()])]
     settings = {"max_epochs": EPOCHS, "num_sanity_val_steps": 1, "enable_checkpointing": True} | options
     trainer = quiet(callbacks=callbacks, default_root_dir=folder, **settings)
     trainer.fit(module, loader(STEPS), loader(1), ckpt_path="last")

@@ -342,38 +342,6 @@ def numbers(count: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(float(count))[:, None]), batch_size=1)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_callback_metrics_are_current_tensors_under_lightnings_names() -> None:
-    pytorch_lightning: Any = pytest.importorskip("pytorch_lightning")
-
-    class Theirs(Logging, pytorch_lightning.LightningModule):  # type: ignore[misc]
-        pass
-
-    class TheirWatch(pytorch_lightning.Callback):
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            self.seen.append(("batch", dict(trainer.callback_metrics)))
-
-        def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            self.seen.append(("validation", dict(trainer.callback_metrics)))
-
-        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-            self.seen.append(("epoch", dict(trainer.callback_metrics)))
-
-    watch, theirs = Watch(), TheirWatch()
-    trainer = quiet(max_epochs=2, callbacks=[watch])
-    trainer.fit(Logs(), numbers(4), numbers(3))
-    settings: Any = {**QUIET, "accelerator": "cpu", "num_sanity_val_steps": 0, "max_epochs": 2}
-    pytorch_lightning.Trainer(**settings, callbacks=[theirs]).fit(Theirs(), numbers(4), numbers(3))
-    assert [where for where, _ in watch.seen] == [where for where, _ in theirs.seen]
-    for (where, ours), (_, expected) in zip(watch.seen, theirs.seen, strict=True):
-        assert all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in ours.values())
-        assert as_floats(ours) == as_floats(expected), where
-    assert {"both_step", "both_epoch", "both", "val", "val_epoch"} <= trainer.callback_metrics.keys()
-
-
 def _own_values() -> list[Any]:
     watch = Watch()
     trainer = quiet(devices=2, strategy="ddp", max_epochs=1, callbacks=[watch], log_every_n_steps=1)
@@ -501,22 +469,6 @@ def test_hooks_around_the_transfer_log_with_the_weight_of_their_batch() -> None:
     expected = (4 * 4 + 3 * 3) / 7
     assert trainer.callback_metrics["size"] == pytest.approx(expected)
     assert trainer.validate(Transfers(), data)[0]["size"] == pytest.approx(expected)
-
-
-def test_a_metric_that_was_only_updated_is_logged_by_epoch() -> None:
-    class Updates(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = MeanMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.mean.update(float(batch_idx))
-            self.log("mean", self.mean)
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet(max_epochs=2, log_every_n_steps=1)
-    trainer.fit(Updates(), loader(3))
-    assert trainer.callback_metrics["mean"] == 1.0
 
 
 class Doubles(TrainModule):

@@ -112,11 +112,6 @@ def test_loss_that_is_not_a_number() -> None:
     refused(lambda: fit(module, trainer=quiet(detect_anomaly=True)), steps=1)
 
 
-def test_backward_inside_training_step() -> None:
-    module = returning(lambda self, loss: (loss.backward(), loss)[1])
-    refused(lambda: fit(module), steps=1)
-
-
 # -- configure_optimizers ----------------------------------------------------------------------------------------------
 
 

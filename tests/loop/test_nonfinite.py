@@ -17,6 +17,7 @@ from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
+from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import BadStepGuard, ModelCheckpoint, WeightAveraging
 from trainer.checkpoint.directory import CheckpointDirectory
@@ -348,11 +349,12 @@ def train_on_two(name: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def on_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return run_each(train_on_two, NAMES, str(folder))
+        names = [name for name in selected(request, "name") if name in NAMES]
+        return run_each(train_on_two, names, str(folder))
 
 
 @pytest.mark.parametrize("name", NAMES)

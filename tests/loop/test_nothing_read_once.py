@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from tests.helpers.compare import QUIET
 from tests.helpers.programs.objects import CountingSampler
-from trainer import Callback, Engine, Trainer, TrainModule
+from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import BasePredictionWriter
 from trainer.data import CombinedLoader
 
@@ -88,31 +88,6 @@ def resumed_epochs(folder: Path, make: Any, step: int, **options: Any) -> tuple[
     return whole, {epoch: before.seen.get(epoch, []) + after.get(epoch, []) for epoch in range(EPOCHS)}
 
 
-@pytest.mark.parametrize(("every", "step"), [(1, 4), (1, 5), (2, 5), (2, 8)])
-def test_a_resumed_epoch_is_asked_for_its_own_loader(every: int, step: int, tmp_path: Path) -> None:
-    """Also where the epoch before it asked, for several."""
-    whole, resumed = resumed_epochs(
-        tmp_path,
-        lambda: Net(lambda epoch: DataLoader(numbers(100 * epoch, 8), 2, shuffle=True)),
-        step,
-        reload_dataloaders_every_n_epochs=every,
-    )
-    assert resumed == whole
-    assert {number // 100 for number in whole[3]} == {3 - 3 % every}
-
-
-def test_the_last_step_is_found_by_the_loader_of_its_epoch(tmp_path: Path) -> None:
-    def made(epoch: int) -> Any:
-        return DataLoader(numbers(0, 4 + epoch), 1)
-
-    for steps in (8, 9):
-        module = fitted(
-            tmp_path, Net(made), max_epochs=None, max_steps=steps, reload_dataloaders_every_n_epochs=1, logger=False
-        )
-        assert module.trainer.global_step == steps
-        assert module.trainer.progress.epoch_ended == (steps == 9) or module.trainer.current_epoch == 2
-
-
 class Stream(IterableDataset[Any]):
     """Keeps its epoch and place; the other designs differ in what begins an epoch."""
 
@@ -170,23 +145,6 @@ class OwnLoader:
             yield torch.stack(batch)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
-@pytest.mark.parametrize("stream", [Stream, WithEpoch, Resets, Counts])
-@pytest.mark.parametrize("kind", ["DataLoader", "own", "StatefulDataLoader"])
-def test_a_stream_with_a_state_knows_whether_its_epoch_has_ended(stream: Any, kind: str, tmp_path: Path) -> None:
-    def made(epoch: int) -> Any:
-        if kind == "own":
-            return OwnLoader(stream())
-        if kind == "DataLoader":
-            return DataLoader(stream(), 2)
-        return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(stream(), 2)
-
-    for step in (2, 4):  # inside of an epoch of four batches, and after its last one
-        whole, resumed = resumed_epochs(tmp_path, lambda: Net(made), step, max_epochs=3)
-        assert {epoch: resumed[epoch] for epoch in whole} == whole, step
-        assert all(len(samples) == 7 for samples in whole.values())
-
-
 class Noisy(Dataset[Any]):
     """Draws a part of each sample from the global generator."""
 
@@ -222,22 +180,6 @@ class Grows(Callback):
         data.tensors = numbers(0, 6 + 4 * trainer.current_epoch).tensors
 
 
-@pytest.mark.parametrize("step", [2, 3, 5])
-def test_data_that_grow_are_drawn_from_and_resumed(step: int, tmp_path: Path) -> None:
-    def made(epoch: int) -> Any:
-        return DataLoader(numbers(0, 6), 2, shuffle=True)
-
-    whole = fitted(tmp_path, Net(made), callbacks=[Grows()], max_epochs=3).seen
-    assert {epoch: sorted(samples) for epoch, samples in whole.items()} == {
-        epoch: [*range(6 + 4 * epoch)] for epoch in range(3)
-    }
-    before, path = Net(made), tmp_path / "at"
-    with pytest.raises(KeyError, match="stop"):
-        fitted(tmp_path, before, callbacks=[Grows(), Stop(step, path)], max_epochs=3)
-    after = fitted(tmp_path, Net(made), ckpt=path, callbacks=[Grows()], max_epochs=3).seen
-    assert {epoch: before.seen.get(epoch, []) + after.get(epoch, []) for epoch in whole} == whole
-
-
 def test_samples_that_are_gone_are_named(tmp_path: Path) -> None:
     def made(epoch: int) -> Any:
         return DataLoader(numbers(0, 6), 2)
@@ -257,18 +199,6 @@ def test_a_ready_batch_and_a_filtered_one_count_as_their_samples(tmp_path: Path)
     for loader, mean in ((ready, 4.5), (DataLoader(numbers(0, 10), 4, collate_fn=filtered), 44 / 9)):
         module = fitted(tmp_path, Net(), loader, max_epochs=1)
         assert float(module.trainer.callback_metrics["mean"]) == pytest.approx(mean)
-
-
-class Rotating(Sampler[int]):
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[int]:
-        self.calls += 1
-        return iter([(number + self.calls) % 6 for number in range(6)])
 
 
 class Curriculum(Sampler[int]):
@@ -438,27 +368,6 @@ def test_an_epoch_of_which_nothing_is_left_has_begun(kind: str, tmp_path: Path) 
     assert resumed == whole
 
 
-class SavesAtStart(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def test_a_checkpoint_before_the_first_batch_has_the_samplers_state(tmp_path: Path) -> None:
-    def made(epoch: int) -> Any:
-        return DataLoader(numbers(0, 6), 2, sampler=Rotating())
-
-    whole = fitted(tmp_path, Net(made)).seen
-    with pytest.raises(KeyError, match="stop"):
-        fitted(tmp_path, Net(made), callbacks=[Stop(4, tmp_path / "a")])
-    fitted(tmp_path, Net(made), ckpt=tmp_path / "a", callbacks=[SavesAtStart(tmp_path / "b")])
-    again = fitted(tmp_path, Net(made), ckpt=tmp_path / "b").seen
-    assert again[1] == whole[1][2:]
-    assert again[2] == whole[2]
-
-
 def test_the_sanity_check_leaves_validation_data_as_they_were(tmp_path: Path) -> None:
     trainer = Trainer(default_root_dir=tmp_path, **{**QUIET, "max_epochs": 1, "logger": False, "seed": 1})
     trainer.fit(Net(), DataLoader(numbers(0, 2), 2), DataLoader(WithEpoch(), 2))
@@ -607,39 +516,6 @@ def test_the_indices_of_predictions_are_known_however_many_batches_are_loaded_ah
     trainer = Trainer(default_root_dir=tmp_path, **{**QUIET, "callbacks": [writer], "logger": False})
     trainer.predict(Predicts(), DataLoader(numbers(0, 600), 1, num_workers=2, prefetch_factor=200))
     assert writer.found == [([number], [number]) for number in range(600)]
-
-
-def semi_supervised(path: Path, stop: int | None, resume: bool = False) -> dict[int, Any]:
-    """Read a second loader by `next`, a new iterator for each of three epochs; return the samples by step."""
-    seen: dict[int, Any] = {}
-    with Engine(accelerator="cpu", devices=1, seed=1) as engine:
-        net = nn.Linear(1, 1)
-        model, optimizer = engine.setup(net, torch.optim.SGD(net.parameters(), 0.01))
-        labelled = engine.setup_dataloaders(DataLoader(numbers(0, 8), 2, shuffle=True))
-        unlabelled = engine.setup_dataloaders(DataLoader(numbers(100, 24), 4, shuffle=True))
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        if resume:
-            engine.load(path, state)
-        for _ in range(labelled.epoch, 3):
-            more = iter(unlabelled)
-            for (batch,) in labelled:
-                (other,) = next(more)
-                engine.backward(model(torch.cat([batch, other]) / 100).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                state["step"] += 1
-                seen[state["step"]] = (batch.flatten().tolist(), other.flatten().tolist())
-                if state["step"] == stop:
-                    engine.save(path, state)
-                    return seen
-    return seen
-
-
-@pytest.mark.parametrize("step", [3, 4, 5, 8])
-def test_a_second_loader_of_the_engine_goes_on_after_any_step(step: int, tmp_path: Path) -> None:
-    """Also after the last batch of an epoch, where its iterator is one of the epoch that has ended."""
-    whole = semi_supervised(tmp_path / "c", None)
-    assert {**semi_supervised(tmp_path / "c", step), **semi_supervised(tmp_path / "c", None, resume=True)} == whole
 
 
 @pytest.mark.parametrize("limit", [1.0, 2])

@@ -13,18 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.wrappers import MetricTracker
 
 from tests.helpers.processes import run_distributed
+from tests.helpers.stops import StopsAt
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback
 from trainer.callbacks import CSVLogger, EarlyStopping
-
-
-class Stop(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.stop("the test")
 
 
 class ByHand(Toy):
@@ -75,7 +67,7 @@ def test_values_of_the_first_hooks_count_once(tmp_path: Path) -> None:
         trainer.fit(FirstHooks(), loader(4), ckpt_path="last")
         return trainer.callback_metrics
 
-    fit(Stop(2))
+    fit(StopsAt(2))
     values = fit()
     assert (values["fit_start"], values["train_start"]) == (1, 1)
 
@@ -114,7 +106,7 @@ def test_a_tracker_keeps_its_history(stop: int, tmp_path: Path) -> None:
 
     whole = fit("a")
     assert [len(one) for one in whole] == [1, 2, 3]
-    fit("b", Stop(stop))
+    fit("b", StopsAt(stop))
     assert fit("b")[-1] == whole[-1]
 
 
@@ -137,9 +129,9 @@ def test_a_window_that_a_callback_has_set_is_kept(tmp_path: Path) -> None:
 
     whole = fit("a")
     assert whole[3:] == [(4, 4), (5, 4), (6, 4), (7, 4), (8, 1)]
-    fit("b", Stop(5))
+    fit("b", StopsAt(5))
     assert fit("b") == whole[5:]
-    fit("c", Stop(5))
+    fit("c", StopsAt(5))
     assert fit("c", accumulate_grad_batches=2)[0] == (6, 2)  # the program begins otherwise
 
 

@@ -136,35 +136,6 @@ class Failing(Toy):
             raise RuntimeError("on purpose")
 
 
-def test_what_a_run_does_is_known_in_each_hook() -> None:
-    activities = Activities()
-    trainer = quiet(max_epochs=1, callbacks=[activities], num_sanity_val_steps=1)
-    trainer.fit(Toy(), loader(2), loader(1))
-    assert activities.seen == [
-        ("setup", "training"),
-        ("on_sanity_check_start", "sanity_checking evaluating"),
-        ("on_validation_start", "sanity_checking evaluating"),
-        ("on_train_start", "training"),
-        ("on_validation_start", "validating evaluating"),
-        ("on_train_epoch_end", "training"),
-        ("on_train_end", "training"),
-        ("on_fit_end", "training"),
-        ("teardown", "training"),
-    ]
-    activities.seen.clear()
-    trainer.validate(Toy(), loader(1))
-    trainer.test(Toy(), loader(1))
-    assert activities.seen == [
-        ("setup", "validating evaluating"),
-        ("on_validation_start", "validating evaluating"),
-        ("teardown", "validating evaluating"),
-        ("setup", "evaluating"),
-        ("on_test_start", "evaluating"),
-        ("teardown", "evaluating"),
-    ]
-    assert not any((trainer.training, trainer.validating, trainer.sanity_checking, trainer.evaluating))
-
-
 def test_an_error_leaves_what_a_run_did_for_the_hooks_that_follow() -> None:
     activities = Activities()
     trainer = quiet(max_epochs=1, callbacks=[activities])

@@ -135,8 +135,8 @@ def _alive_otherwise(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alive_otherwise() -> dict[str, list[Any]]:
-    return run_each(_alive_otherwise, STRATEGIES)
+def alive_otherwise(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive_otherwise, selected(request, "name"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -150,8 +150,8 @@ def test_nothing_but_what_a_hook_keeps_is_alive_at_the_next_forward(kind: str, n
 
 
 @pytest.fixture(scope="module")
-def alive() -> dict[str, list[Any]]:
-    return run_each(_alive, STRATEGIES)
+def alive(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive, selected(request, "name"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -389,12 +389,6 @@ def _ended(strategy: str, ranks: tuple[int, ...]) -> Any:
     trainer = quiet(max_epochs=2, strategy=strategy, devices=2 if strategy != "auto" else 1)
     trainer.fit(module, loader(8))
     return module.seen, module.epochs, trainer.global_step, module.layer.weight.tolist() if strategy != "fsdp" else 0
-
-
-def test_minus_one_from_on_train_batch_start_ends_the_epoch() -> None:
-    seen, epochs, steps, _ = _ended("auto", (0,))
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (epochs, steps) == (2, 4)
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -636,20 +630,6 @@ def test_fast_dev_run_has_no_sanity_check_and_a_logger_that_takes_everything() -
     assert steps == [1]
     assert (len(trainer.loggers), trainer.logger) == (1, trainer.loggers[0])
     assert quiet(fast_dev_run=True, logger=False).loggers == []
-
-
-def test_teardown_is_called_once_even_if_it_raises() -> None:
-    class Raises(Callback):
-        calls = 0
-
-        def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-            self.calls += 1
-            raise RuntimeError("on purpose")
-
-    callback = Raises()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        quiet(max_epochs=1, callbacks=[callback]).fit(Toy(), loader(1))
-    assert callback.calls == 1
 
 
 # -- hooks of a data module --------------------------------------------------------------------------------------------

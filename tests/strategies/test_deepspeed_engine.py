@@ -42,7 +42,9 @@ from trainer.strategy import StepOptions
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
-KINDS = [(engine, late) for engine in ENGINES for late in (False, True)]
+KINDS = [(engine, late) for engine in ENGINES for late in (False, True) if late or engine in ("1", "3")]
+SOME = ("1", "3", "2 offload")
+"""One engine of each way to hold the weights, for what no other way changes."""
 
 
 # -- on two processes --------------------------------------------------------------------------------------------------
@@ -64,16 +66,16 @@ class SometimesTied(Net):
 def everything() -> dict[str, Any]:
     """Run everything that the tests below check in one start of the processes, since importing DeepSpeed is slow."""
     strictly()
-    found: dict[str, Any] = {"losses": {}, "twice": {}, "left": {}, "broken": {}, "unused": {}, "bf16": {}}
+    found: dict[str, Any] = {"twice": {}, "left": {}, "broken": {}, "unused": {}, "bf16": {}}
     for engine, late in KINDS:
         run = Running(ENGINES[engine](), late=late)
         losses = run.steps(3)
         found["twice"][engine, late] = validated_and_gone_on(run, losses)
         found["left"][engine, late] = left_behind(run.module)
     for engine in ENGINES:
-        found["losses"][engine] = Running(ENGINES[engine](), late=True).steps(6)
-        found["broken"][engine] = goes_on_after_an_error(engine)
         found["unused"][engine] = with_unused_parameters(engine)
+    for engine in SOME:
+        found["broken"][engine] = goes_on_after_an_error(engine)
         run = Running(ENGINES[engine](), precision="bf16-mixed", late=True)
         found["bf16"][engine] = run.steps(6), {str(p.dtype) for p in run.module.parameters()}
     found["collected"] = {engine: collected_late(engine) for engine in ("1", "3")}
@@ -276,13 +278,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         os.chdir(before)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_losses_are_those_of_a_hand_written_loop(found: dict[str, Any], engine: str) -> None:
-    assert found["losses"][engine] == pytest.approx(by_hand()[0], rel=1e-5, abs=1e-5)
-
-
 @pytest.mark.parametrize(("engine", "late"), KINDS)
-def test_a_module_may_be_evaluated_and_trained_again(found: dict[str, Any], engine: str, late: bool) -> None:
+def test_losses_are_those_by_hand_though_a_module_is_set_up_again(
+    found: dict[str, Any], engine: str, late: bool
+) -> None:
     twice = found["twice"][engine, late]
     assert twice["losses"] == pytest.approx(by_hand()[0], rel=1e-5, abs=1e-5)
     assert twice["evaluated"] == pytest.approx(0, abs=1e-6)
@@ -312,7 +311,7 @@ def test_a_former_engine_may_be_deleted_at_any_time(found: dict[str, Any]) -> No
     assert found["collected"] == {"1": [], "3": []}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_after_an_error_the_module_can_be_used_again(found: dict[str, Any], engine: str) -> None:
     assert found["broken"][engine]
 
@@ -322,7 +321,7 @@ def test_a_parameter_that_a_step_does_not_use_keeps_its_value(found: dict[str, A
     assert found["unused"][engine] == pytest.approx([0.0] * 6, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_bf16_is_computed_in_bf16_and_close(found: dict[str, Any], engine: str) -> None:
     losses, dtypes = found["bf16"][engine]
     assert dtypes == {"torch.bfloat16"}

@@ -17,6 +17,7 @@ from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
+from tests.tiers import selected
 from trainer import ConfigError, seed_everything
 from trainer.errors import CheckpointError
 from trainer.optimizers import optimizers_inside
@@ -260,8 +261,9 @@ def _each(name: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_each(_each, NAMES, str(tmp_path_factory.mktemp("foreign")))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    names = dict.fromkeys(("single", "FSDP x2", *selected(request, "name")))
+    return run_each(_each, names, str(tmp_path_factory.mktemp("foreign")))
 
 
 @pytest.mark.parametrize("name", NAMES)

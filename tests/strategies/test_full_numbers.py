@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from tests.tiers import selected
 from trainer import ConfigError, Engine, seed_everything
 from trainer.errors import explain_torch_error
 from trainer.strategies.optimizer_trials import mixes_parameters
@@ -149,8 +150,8 @@ def by_hand(name: str, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Any]]:
-    return run_each(trained, SHARDED)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(trained, selected(request, "name"))
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

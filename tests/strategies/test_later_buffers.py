@@ -15,6 +15,7 @@ from tests.helpers.compare import assert_same_bits
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
+from tests.tiers import selected
 from trainer import Engine, seed_everything
 from trainer.callbacks import BadStepGuard, ModelCheckpoint
 from trainer.errors import CheckpointError
@@ -73,8 +74,8 @@ def in_one_go_and_stopped(name: str, folder: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_each(in_one_go_and_stopped, NAMES, str(tmp_path_factory.mktemp("later")))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_each(in_one_go_and_stopped, selected(request, "name"), str(tmp_path_factory.mktemp("later")))
 
 
 @pytest.mark.parametrize("name", NAMES)

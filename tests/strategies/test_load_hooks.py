@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import quiet
+from tests.tiers import selected
 from trainer import TrainModule
 from trainer.callbacks import EMAWeightAveraging
 
@@ -89,7 +90,9 @@ def _test(name: str, path: str) -> tuple[float, int]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, dict[str, list[Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[float, dict[str, list[Any]]]:
     torch.manual_seed(1)
     former, trainer = Net(Former(0.1), Former(-0.2)), WAYS["single"].trainer(max_epochs=1)
     data = DataLoader(MLP.data(8), batch_size=8)
@@ -97,7 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, dict[str, li
     path = str(tmp_path_factory.mktemp("former") / "former")
     trainer.save_checkpoint(path)
     (results,) = trainer.test(former, data, verbose=False)
-    return results["loss"], run_each(_test, NAMES, path)
+    return results["loss"], run_each(_test, selected(request, "name"), path)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1118,23 +1118,24 @@ IN_LOW_PRECISION: dict[str, tuple[dict[str, Any], type[Small], type[nn.Module], 
 }
 
 
-def refuse_in_low_precision() -> dict[tuple[str, str], str]:
+def refuse_in_low_precision(cases: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {
-        (name, precision): refusal(kind, block, options, precision=precision)
-        for name, (options, kind, block, _) in IN_LOW_PRECISION.items()
-        for precision in LOW
+        (name, precision): refusal(*IN_LOW_PRECISION[name][1:3], IN_LOW_PRECISION[name][0], precision=precision)
+        for name, precision in cases
     }
 
 
-low_refusals = once_per_module(lambda: run_distributed(refuse_in_low_precision, 2, timeout=90.0))
+low_refusals = once_per_module(
+    lambda cases: run_distributed(refuse_in_low_precision, 2, cases, timeout=90.0), "low", "precision"
+)
 
 
 @pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("name", IN_LOW_PRECISION)
-def test_plans_are_verified_in_float32_whatever_the_precision(name: str, precision: str, low_refusals: Any) -> None:
-    words = IN_LOW_PRECISION[name][3]
+@pytest.mark.parametrize("low", IN_LOW_PRECISION)
+def test_plans_are_verified_in_float32_whatever_the_precision(low: str, precision: str, low_refusals: Any) -> None:
+    words = IN_LOW_PRECISION[low][3]
     for of_rank in low_refusals:
-        assert words in of_rank[name, precision] if words else of_rank[name, precision] == ""
+        assert words in of_rank[low, precision] if words else of_rank[low, precision] == ""
 
 
 refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
@@ -1314,11 +1315,11 @@ TRAINED: dict[str, tuple[str, type[Small], type[nn.Module]]] = {
 }
 
 
-def train_all() -> dict[str, dict[str, torch.Tensor]]:
-    return {name: train(*case) for name, case in TRAINED.items()}
+def train_all(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: train(*case) for name, case in TRAINED.items() if name in names}
 
 
-trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))
+trained = once_per_module(lambda names: run_distributed(train_all, 2, names, timeout=120.0), "name")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo
@@ -1424,9 +1425,10 @@ OPTIONS: dict[str, tuple[str, tuple[tuple[str, Any], ...], dict[str, Any]]] = {
 }
 
 
-def train_with_options() -> dict[str, list[float]]:
+def train_with_options(names: list[str]) -> dict[str, list[float]]:
     found = {}
-    for name, (way, options, settings) in OPTIONS.items():
+    for name in names:
+        way, options, settings = OPTIONS[name]
         recorder, module = StepLosses(), GPT(tied=True, deferred=True)
         strategy = replace(WAYS[way], options=(*WAYS[way].options, *options))
         every = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "seed": 3, "max_steps": 4}
@@ -1436,18 +1438,20 @@ def train_with_options() -> dict[str, list[float]]:
     return found
 
 
-with_options = once_per_module(lambda: run_distributed(train_with_options, 2))
+with_options = once_per_module(lambda names: run_distributed(train_with_options, 2, names), "options")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_strategy_and_trainer_work_together(name: str, with_options: list[dict[str, list[float]]]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_strategy_and_trainer_work_together(
+    options: str, with_options: list[dict[str, list[float]]]
+) -> None:
     recorder, module = StepLosses(), GPT(tied=True, deferred=True)
-    window = OPTIONS[name][2].get("accumulate_grad_batches", 3)
+    window = OPTIONS[options][2].get("accumulate_grad_batches", 3)
     settings = {"accumulate_grad_batches": window, "log_every_n_steps": 1, "seed": 3, "max_steps": 4}
     single = WAYS[SINGLE].trainer(callbacks=[recorder], **settings)
     single.fit(module, DataLoader(module.data(40), WAYS[SINGLE].micro_batch))
     for of_rank in with_options:
-        assert of_rank[name] == pytest.approx(recorder.losses, rel=1e-5)
+        assert of_rank[options] == pytest.approx(recorder.losses, rel=1e-5)
 
 
 class OutOfRange(GPT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.tiers import selected
 from trainer import ConfigError, TrainModule
 from trainer.callbacks import ModelCheckpoint
 
-quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 KINDS = ("NF4", "Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
 SAMPLES = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
@@ -44,6 +45,8 @@ def quantize(net: nn.Sequential, kind: str) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torchao import quantization
+
         quantization.quantize_(net, getattr(quantization, kind)(), filter_fn=lambda _, name: name.endswith("base"))
     for layer in layers:
         layer.weight.requires_grad_(False)

@@ -85,7 +85,7 @@ def by_hand(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, module.state_dict()
 
 
-results = once_per_module(lambda: run_each(train_all, NAMES))
+results = once_per_module(lambda names: run_each(train_all, names), "name")
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

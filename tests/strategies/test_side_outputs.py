@@ -740,16 +740,16 @@ ENDS: dict[str, tuple[type[Stack], str]] = {
 """What one stage of a pipeline finds, while the other one waits for it."""
 
 
-def train_all() -> dict[str, Any]:
-    return {name: attempt(*case) for name, case in TRAINED.items()}
+def train_all(names: list[str]) -> dict[str, Any]:
+    return {name: attempt(*case) for name, case in TRAINED.items() if name in names}
 
 
-def refuse_all() -> dict[str, Any]:
-    return {name: attempt(*case[:2], "", case[2]) for name, case in REFUSED.items()}
+def refuse_all(names: list[str]) -> dict[str, Any]:
+    return {name: attempt(*case[:2], "", case[2]) for name, case in REFUSED.items() if name in names}
 
 
-trained = once_per_module(lambda: run_distributed(train_all, 2, timeout=120.0))
-refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=120.0))
+trained = once_per_module(lambda names: run_distributed(train_all, 2, names, timeout=120.0), "name")
+refusals = once_per_module(lambda names: run_distributed(refuse_all, 2, names, timeout=120.0), "name")
 
 
 @pytest.mark.parametrize("name", TRAINED)
