@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,6 +170,38 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert there(tmp_path) == ["step=6"]
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk(async_save: bool, tmp_path: Path) -> None:
+    """The disk is a file system of one megabyte, which fills up."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        with raises_recorded(WriteError):
+            fit([steps(dirpath=disk, save_top_k=-1, async_save=async_save)], 20, Wide())
+        names = there(disk)
+        assert names
+        assert CheckpointDirectory(disk).resolve("last") == disk / names[-1]
+        assert all(verify_checkpoint(disk / name) == [] for name in names)
+        assert {path.name for path in disk.iterdir()} == {*names, "last.json"}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+class Wide(Toy):
+    """A module of about 0.2 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(50_000))
+
+
 # -- file systems that refuse other things -----------------------------------------------------------------------------
 
 
@@ -184,7 +217,7 @@ def test_a_file_system_that_cannot_flush_folders(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    disk._reported_devices.clear()
+    disk._warn_no_flush.cache_clear()
     fit([steps(dirpath=tmp_path / "c")])
     assert there(tmp_path / "c") == ["step=5", "step=6"]
     assert caplog.text.count("a power cut may take the newest files") == 1
@@ -218,7 +251,7 @@ def test_a_disk_that_turns_read_only_after_the_rename(
     )
     top_k = 1 if filename == "model" else 2
     fit([happens, steps(dirpath=folder, filename=filename, on_write_error="warn", save_top_k=top_k)])
-    assert f"{filename.format(step='step=3')} is complete, although the storage reported an error" in caplog.text
+    assert f"{filename.format(step='step=3')} is complete, but its folder cannot be flushed" in caplog.text
     assert caplog.text.count("was written, and cannot write") == 1
     assert "unchanged" not in caplog.text
     assert there(folder) == (["model"] if filename == "model" else ["step=5", "step=6"])
@@ -258,7 +291,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_deleted_later(
     assert there(tmp_path) == ["step=6"]
 
 
-def test_a_link_instead_of_an_old_checkpoint_is_deleted_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_link_instead_of_an_old_checkpoint_is_deleted_and_its_target_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bigger, folder = tmp_path / "bigger disk", tmp_path / "c"
 
     def move(trainer: Trainer) -> None:
@@ -268,6 +303,7 @@ def test_a_link_instead_of_an_old_checkpoint_is_deleted_and_its_target_stays(tmp
     fit([At(step3=move), steps(dirpath=folder)])
     assert there(folder) == ["step=5", "step=6"]
     assert verify_checkpoint(bigger) == []
+    assert f"{bigger}, is not deleted" in caplog.text
 
 
 def test_what_remains_of_a_deletion_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

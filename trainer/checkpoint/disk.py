@@ -23,9 +23,9 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -42,8 +42,6 @@ _NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOS
 _MAX_NAME = 200
 """Maximum bytes of a name that are repeated in the name of its temporary file, which may have 255."""
 _log = logging.getLogger("trainer")
-_reported_devices: set[int] = set()
-"""Numbers (`st_dev`) of the file systems that a warning has named, because they cannot flush."""
 ALGORITHMS = {1: "sha256", 2: "xxh3_128"}
 """The checksum of each version of the format, by its name in the manifest.
 
@@ -119,7 +117,7 @@ def read_failure(path: object, error: OSError) -> CheckpointError:
 
 
 def reason(error: OSError | CheckpointError) -> str:
-    """Return the storage's reason for a failure, to be part of a message."""
+    """Return the reason of a failure of the storage, for the message of what failed with it."""
     if isinstance(error, ReadError):
         return error.failure
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -228,9 +226,7 @@ class LocalStorage:
             yield temporary
             publish_directory(temporary, final, replace)
         except OSError as error:
-            raise WriteError(
-                f"cannot write the checkpoint {final}: {reason(error)}. Earlier checkpoints were left alone."
-            ) from error
+            raise WriteError(_write_failure(final, temporary, error)) from error
         finally:
             _discard(temporary)  # a partial one, or after an exchange the replaced one
 
@@ -276,6 +272,10 @@ class LocalStorage:
         Of a link to a folder only the link is deleted.
         """
         if not (folder / MANIFEST_FILE).is_file():
+            return
+        if folder.is_symlink():
+            _log.warning("%s is a link: what it points to, %s, is not deleted.", folder, os.path.realpath(folder))
+            folder.unlink()
             return
         doomed = temporary_path_for(folder, "del")
         os.rename(folder, doomed)
@@ -335,7 +335,9 @@ class TemporaryPath(NamedTuple):
             if self.machine in (None, this_machine()) and not _is_running(self.pid):
                 return True
             return _time_of(self.path.parent) - _newest_change(self.path) > max_age
-        except OSError:  # the leftover is gone, or the storage does not answer
+        except FileNotFoundError:
+            return True
+        except OSError:
             return False
 
 
@@ -362,7 +364,11 @@ def sync_directory(folder: Path) -> None:
 
     Where the file system cannot do that, a warning says so once.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError as error:  # a folder that may be written to, but not listed
+        _report_no_flush(folder, error)
+        return
     try:
         flush_file(descriptor, folder)
     finally:
@@ -376,15 +382,25 @@ def flush_file(descriptor: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_FLUSH:
             raise
-        device = folder.stat().st_dev
-        if device not in _reported_devices:
-            _reported_devices.add(device)
-            _log.warning(
-                "the file system of %s cannot flush to the disk (%s): files written there survive the end of a "
-                "process, but a power cut may take the newest files.",
-                folder,
-                error.strerror,
-            )
+        _report_no_flush(folder, error)
+
+
+def _report_no_flush(folder: Path, error: OSError) -> None:
+    mount = folder.absolute()
+    while not mount.is_mount():
+        mount = mount.parent
+    _warn_no_flush(mount, error.strerror or str(error))
+
+
+@cache
+def _warn_no_flush(mount: Path, reason: str) -> None:
+    """Warn once for each file system."""
+    _log.warning(
+        "the file system at %s cannot flush to the disk (%s): what is written there survives the end of a process, but "
+        "a power cut may take the newest files.",
+        mount,
+        reason,
+    )
 
 
 def make_directory(folder: Path) -> None:
@@ -415,9 +431,12 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
     sync_directory(temporary)
     fault_point("before_rename")
     aside = None
+    undo: Callable[[], object] = partial(os.rename, final, temporary)
     if not replace:
         os.rename(temporary, final)
-    elif not _exchange(temporary, final):
+    elif _exchange(temporary, final):
+        undo = partial(_exchange, temporary, final)
+    else:
         aside = temporary_path_for(final, "old")
         os.rename(final, aside)
         try:
@@ -426,9 +445,28 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
             os.rename(aside, final)
             raise
     fault_point("after_rename")
-    sync_directory(final.parent)
+    try:
+        sync_directory(final.parent)
+    except OSError as error:
+        if _undone(undo):
+            if aside is not None:
+                os.rename(aside, final)
+            raise
+        _log.warning(
+            "%s is complete, but its folder cannot be flushed to the disk (%s): a power cut may take it.",
+            final,
+            reason(error),
+        )
     if aside is not None:
         _discard(aside)
+
+
+def _undone(undo: Callable[[], object]) -> bool:
+    """Undo a rename; return False if the file system refuses that, too."""
+    try:
+        return undo() is not False
+    except OSError:
+        return False
 
 
 def _temporary_paths(folder: Path) -> Iterator[TemporaryPath]:
@@ -443,7 +481,7 @@ def _put_back(aside: Path, final: Path) -> None:
         aside.rename(final)
         sync_directory(final.parent)
     except OSError as error:
-        _log.error("%s is the checkpoint %s, and could not be renamed: %s", aside, final, reason(error))
+        _log.error("%s is the checkpoint %s, and could not be renamed: %s", aside, final, error.strerror or error)
     else:
         _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", final)
 
@@ -494,6 +532,11 @@ def _newest_change(path: Path) -> float:
             with suppress(OSError):
                 newest = max(newest, os.lstat(os.path.join(parent, name)).st_mtime)
     return newest
+
+
+def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
+    shutil.rmtree(temporary, ignore_errors=True)
+    return f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone."
 
 
 def _exchange(one: Path, other: Path) -> bool:
