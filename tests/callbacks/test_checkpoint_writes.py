@@ -169,10 +169,6 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert there(tmp_path) == ["step=6"]
 
 
-
-
-
-
 # -- file systems that refuse other things -----------------------------------------------------------------------------
 
 
