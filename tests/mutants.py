@@ -204,7 +204,7 @@ MUTANTS = (
         "tests/metrics/test_reductions.py::test_a_mean_so_far_is_over_all_weights",
     ),
     Mutant(
-        "strategies/fsdp/dtensors.py::local_slice",
+        "trainer/checkpoint/flat_slice.py::slice_of_grid",
         "if any(len(indices) == 0 for indices in along):",
         "if any((not (len(indices) == 0)) for indices in along):",
         "tests/strategies/test_local_slice.py",
