@@ -29,7 +29,7 @@ FILES = {
     "dict_kwargs of a callback": "trainer:\n  callbacks:\n  - class_path: my.Stop\n    dict_kwargs:\n      n: 1\n",
     "a seed without trainer": "seed_everything: 3  # mine\n" + MODEL,
     "a seed that is true": "seed_everything: true\n" + MODEL,
-    "a trainer": "trainer:\n  devices: 1\n" + MODEL,
+    "a trainer": "trainer:\n  gpus: 1\n" + MODEL,
     "an empty trainer": "trainer:\n" + MODEL,
     "arguments of a fixed class": "seed_everything: 1\nmodel:\n  lr: 0.1\n",
     "keys of a parser of its own": MODEL + "tags: [a]\n",
@@ -98,9 +98,9 @@ def test_a_value_is_what_lightning_cli_reads(word: str, command: Command, tmp_pa
 
 
 def test_json_of_lightning_cli_is_rewritten_or_listed(command: Command, tmp_path: Path) -> None:
-    settings = {"devices": 1, "profiler": "simple", "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger"}}
+    settings = {"gpus": 1, "profiler": True, "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger"}}
     given = {"model": {"class_path": "my.Net", "dict_kwargs": {"a": 1}}, "trainer": settings}
-    here = {**settings, "logger": {"class_path": LOGGER}}
+    here = {"accelerator": "gpu", "devices": 1, "profiler": "simple", "logger": {"class_path": LOGGER}}
     expected = {"module": {"class_path": "my.Net", "init_args": {"a": 1}}, "trainer": here}
     file = tmp_path / "g.json"
     for indent in (None, 2, "\t"):
@@ -145,7 +145,7 @@ def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_pat
         cell("# Training with lightning\n", kind="markdown"),
         cell("%load_ext tensorboard\n", "!pip install lightning\n", "import lightning.pytorch as pl"),
         cell("class Net(pl.LightningModule):\n", "    pass\n", "if True:\n", "    %time x = 1"),
-        cell("net = Net()\n", "pl.Trainer(devices=1).fit(net)\n", "parser.link_arguments('data.n', 'model.n')\n"),
+        cell("net = Net()\n", "pl.Trainer(gpus=1).fit(net)\n", "parser.link_arguments('data.n', 'model.n')\n"),
     ]
     notebook = {"cells": cells, "metadata": {"kernelspec": {"name": "python3"}}, "nbformat": 4, "nbformat_minor": 5}
     new, out = migrated(command, tmp_path / "p" / "1.ipynb", json.dumps(notebook, indent=1) + "\n")
@@ -155,6 +155,7 @@ def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_pat
     assert "class Net(" in texts[2]
     assert "LightningModule" not in texts[2]
     assert texts[2].endswith("    pass\nif True:\n    %time x = 1")
+    assert "devices=1" in texts[3]
     assert "cell 3: link_arguments: use a reference in the configuration" in out
     assert {**json.loads(new), "cells": []} == {**notebook, "cells": []}
 

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint as MC,  # keep this
 )
 from lightning import pytorch as L
-from pytorch_lightning.core.module import LightningModule
+from pytorch_lightning.core.lightning import LightningModule
 from pytorch_lightning.utilities.seed import seed_everything
 from .lightning import own
 
@@ -37,8 +37,9 @@ class Data(L.LightningDataModule): pass
 
 
 def main(n):
-    trainer = pl.Trainer(devices = 2, barebones=True, callbacks=[MC(every_n_epochs=2)])
-    return L.Trainer(devices=n), 'LightningModule'
+    trainer = pl.Trainer(gpus = 2, max_nb_epochs=3, checkpoint_callback=True, callbacks=[MC(period=2)],
+        weights_summary=None)
+    return L.Trainer(gpus=n), 'LightningModule'
 '''
 
 
@@ -66,9 +67,9 @@ def test_without_write_a_diff_is_shown_and_nothing_changed(command: Command, tmp
     file.write_text(BEFORE)
     out, _ = done(command("migrate", str(file)))
     assert file.read_text() == BEFORE
-    assert "\n-from pytorch_lightning.core.module import LightningModule\n" in out
+    assert "\n-from pytorch_lightning.core.lightning import LightningModule\n" in out
     assert "\n+from trainer import TrainModule\n" in out
-    assert f"{file}:24: Trainer(barebones=): use logger=False, " in out
+    assert f"{file}:26: Trainer(gpus=): use accelerator='cuda', devices=" in out
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_without_write_a_diff_is_shown_and_nothing_changed(command: Command, tmp
         "from lightning import LightningModule\n__all__ = ['LightningModule']\n",
         "from pytorch_lightning.loggers.wandb import WandbLogger as W\n",
         "import lightning\r\nx = 1",
+        "import lightning as L\nL.Trainer(accelerator='ddp')",
         "import lightning.data as d\n",
     ],
 )
@@ -104,7 +106,7 @@ class A:
 def test_quoted_annotations(command: Command, tmp_path: Path) -> None:
     found, listed = written(command, tmp_path / "p", a__py=QUOTED)
     assert_recorded(found["a__py"])
-    assert listed.count("names Lightning in a string") == 1
+    assert listed.count("the name of a package in a string") == 1
     assert ":9: " in listed
 
 
@@ -120,20 +122,27 @@ def test_a_name_that_another_file_imports_is_kept(command: Command, tmp_path: Pa
 
 
 DECISIONS = (
+    "    def training_step(self, batch, batch_idx, optimizer_idx=0): ...",
     "    def training_epoch_end(self, outputs): ...",
-    "    def on_epoch_end(self): ...",
+    "    def configure_gradient_clipping(self, optimizer, optimizer_idx, v): ...",
+    "    def on_post_move_to_device(self): ...",
+    "    def validation_step(self, batch, i): return {'log': {'a': 1}}",
+    "    def test_step(self, batch, i): return {'progress_bar': {'a': 1}}",
     "    def a(self): return self.trainer.fit_loop",
-    "    def b(self): return self.to_torchscript()",
-    "pl.Trainer(barebones=True)",
-    "pl.callbacks.BatchSizeFinder()",
-    "pl.Trainer.fit_loop",
+    "    def b(self): return self.use_amp",
+    "    truncated_bptt_steps = 2",
+    "pl.Trainer(resume_from_checkpoint='x')",
+    "pl.Trainer(gpus=n)",
+    "pl.callbacks.ModelCheckpoint(filepath='x')",
+    "pl.callbacks.GPUStatsMonitor()",
+    "pl.Trainer.add_argparse_args",
     "torch.load('x')['state_dict']",
     "pl.__version__",
     "from pytorch_lightning.__about__ import __version__",
     "getLogger('pytorch_lightning.core')",
     "from lightning.pytorch.cli import LightningCLI",
     "from lightning.pytorch.core import *",
-    "from lightning.data import optimize",
+    "from pytorch_lightning.metrics import Accuracy",
 )
 
 
@@ -152,9 +161,11 @@ def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Pat
     text = (
         "import lightning as L\n"
         "class Net(L.LightningModule):\n"
-        "    def __init__(self): self.to_torchscript = True\n"
-        "    def f(self): return self.to_torchscript\n"
+        "    def __init__(self): self.use_amp = True\n"
+        "    def f(self): return self.use_amp\n"
         "    def g(self): self.hparams['width'] = 2\n"
+        "    def training_step(self, batch, i): self.log_dict(self.both(batch)['log']); return self.loss(batch)\n"
+        "    def both(self, batch): return {'log': {'a': 1}, 'loss': 2}\n"
         "class Other:\n"
         "    def training_epoch_end(self, outputs): ...\n"
     )
@@ -166,24 +177,41 @@ YAML = """\
 # A run
 seed_everything: 1  # mine
 trainer:
-  barebones: true  # two
-  model_registry:
+  replace_sampler_ddp: false  # two
+  gpus: 2
+  weights_summary: null
+  resume_from_checkpoint:
+  track_grad_norm: -1
+  num_processes: 4
   callbacks:
     - class_path: 'pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint'  # x
-      init_args: {every_n_epochs: 3}
+      init_args: {period: 3, filepath: a}
   logger: {class_path: lightning.pytorch.loggers.wandb.WandbLogger}
 model:
   class_path: my.Model
 ---
 _target_: &name "pytorch_lightning.Trainer"
-max_epochs: 3
-trainer: {devices: 1, max_grad_norm: 1}
+max_nb_epochs: 3
+trainer: {gpus: 1, profiler: true, distributed_backend: "ddp"}
 """
 
 
 def test_yaml_files(command: Command, tmp_path: Path) -> None:
     found, out = written(command, tmp_path / "p", run__yaml=YAML)
     assert_recorded(f"{found['run__yaml']}\n{out}")
+
+
+@pytest.mark.parametrize("value", ["null", "0"])
+def test_no_gpus_are_the_cpu(value: str, command: Command, tmp_path: Path) -> None:
+    text = f"trainer:\n  gpus: {value}\nmodel: {{class_path: my.Model}}\n"
+    found, out = written(command, tmp_path / "p", run__yaml=text)
+    assert found["run__yaml"] == text.replace(f"gpus: {value}", "accelerator: cpu").replace("model", "module")
+    assert "by hand: 0" in out
+    found, _ = written(command, tmp_path / "q", run__yaml=text.replace("gpus", "accelerator: gpu\n  gpus"))
+    assert f"gpus: {value}" in found["run__yaml"]
+    code = "import pytorch_lightning as pl\npl.Trainer(gpus={})\n".format({"null": "None"}.get(value, value))
+    found, _ = written(command, tmp_path / "c", run__py=code)
+    assert "pl.Trainer(accelerator='cpu')" in found["run__py"]
 
 
 def test_a_seed_that_cannot_be_moved_is_listed(command: Command, tmp_path: Path) -> None:

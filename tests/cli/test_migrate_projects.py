@@ -47,6 +47,36 @@ DATA = """
     val_dataloader = train_dataloader
 """
 
+OLD = {
+    "model.py": '"""A model of 2020."""\nimport torch\nfrom pytorch_lightning.core.lightning import LightningModule\n\n'
+    f"\nclass Net(LightningModule):{MODEL}",
+    "data.py": f"import torch, pytorch_lightning as pl\n\nclass Rows(pl.LightningDataModule):{DATA}",
+    "train.py": """
+from argparse import ArgumentParser
+import pytorch_lightning as pl
+from pytorch_lightning import Trainer, seed_everything
+from pytorch_lightning.callbacks import ModelCheckpoint, EarlyStopping
+from pytorch_lightning.loggers.csv_logs import CSVLogger
+from model import Net
+from data import Rows
+
+def main(args):
+    seed_everything(args.seed)
+    checkpoint = ModelCheckpoint(monitor='val_loss', mode='min', period=1)
+    trainer = Trainer(max_epochs=args.max_epochs, checkpoint_callback=True, weights_summary=None,
+                      progress_bar_refresh_rate=0, callbacks=[checkpoint, EarlyStopping('val_loss')],
+                      logger=CSVLogger('logs', name='old'), default_save_path='runs')
+    trainer.fit(Net(lr=.05), datamodule=Rows())
+    return trainer, checkpoint.best_model_path
+
+if __name__ == '__main__':
+    parser = ArgumentParser()
+    parser.add_argument('--seed', type=int, default=1)
+    parser.add_argument('--max_epochs', type=int, default=2)
+    trainer, best = main(parser.parse_args([]))
+    result = trainer.global_step, Net.load_from_checkpoint(best).hparams.lr
+""",
+}
 NEW = {
     "src/__init__.py": "",
     "src/net.py": f"import lightning as L\nimport torch\n\n\nclass Net(L.LightningModule):{MODEL}",
@@ -141,7 +171,7 @@ trainer.fit(model=model, datamodule=datamodule, ckpt_path=None)
 result = trainer.global_step, model.hparams.lr
 """,
 }
-PROJECTS = {"2.x": (NEW, "main.py"), "alias": (ALIAS, "run.py"), "hydra": (HYDRA, "train.py")}
+PROJECTS = {"1.x": (OLD, "train.py"), "2.x": (NEW, "main.py"), "alias": (ALIAS, "run.py"), "hydra": (HYDRA, "train.py")}
 
 
 @pytest.fixture
@@ -185,7 +215,7 @@ def test_a_migrated_project_runs(name: str, command: Command, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path / "project")
     monkeypatch.syspath_prepend(tmp_path / "project")
     found = runpy.run_path(script, run_name="__main__")
-    assert found["result"] == (8, 0.1)
+    assert found["result"] == (8, 0.05 if name == "1.x" else 0.1)
 
 
 CLI = {

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
-LightningDataModule; `class_path:` and `_target_:` in YAML; `model:`, `seed_everything:` and `dict_kwargs:` of
-LightningCLI's files, also in JSON; the cells of notebooks. The names are those of Lightning 2.
+LightningDataModule; arguments of earlier versions that only have another name; `class_path:` and `_target_:` in YAML;
+`model:`, `seed_everything:` and `dict_kwargs:` of LightningCLI's files, also in JSON; the cells of notebooks.
 What changes in meaning stands in docs/migrating.md.
 
 examples:
@@ -41,7 +41,7 @@ SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "ven
 MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
 REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
 REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
-CLI_WORDS = re.compile(
+OF_CLI = re.compile(
     rb"\b(class_path|init_args|dict_kwargs|seed_everything)\b|^(model|data|trainer|optimizer|lr_scheduler)\.\w", re.M
 )
 """Words of LightningCLI's files, which need not name Lightning."""
@@ -63,8 +63,10 @@ def run(arguments: list[str]) -> int:
     import libcst
     import yaml
 
-    problems = list[str]()
-    contents = _read(dict.fromkeys(chain.from_iterable(map(_files, options.paths))), problems)
+    missing = [path for path in options.paths if not os.path.exists(path)]
+    problems = [f"{path}: there is no such file or folder" for path in missing]
+    files = dict.fromkeys(chain.from_iterable(_files(Path(path)) for path in options.paths if path not in missing))
+    contents = _read(files, problems)
     kept = _names_taken_from_others(contents.values())
     sources = {file: source for file, source in contents.items() if _names_lightning(file, source)}
     changed, places = 0, []
@@ -81,13 +83,13 @@ def run(arguments: list[str]) -> int:
     _report(len(sources), changed, places, options.write)
     for problem in problems:
         usage_error(problem)
-    return int(bool(problems))
+    return 2 if missing else 1 if problems else 0
 
 
-def _files(path: str) -> Iterator[Path]:
+def _files(path: Path) -> Iterator[Path]:
     """Yield the files of a folder that may name Lightning, or the file itself."""
-    if not os.path.isdir(path):
-        yield Path(path)
+    if path.is_file():
+        yield path
     for folder, folders, names in os.walk(path):  # of a file, nothing
         folders[:] = sorted(name for name in {*folders} - SKIPPED if not name.startswith("."))
         files = [Path(folder, name) for name in sorted(names)]
@@ -98,7 +100,7 @@ def _names_lightning(file: Path, source: bytes) -> bool:
     """Whether a file names Lightning or this package, or is one of LightningCLI; any file of JSON, which is given."""
     if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name) or file.suffix == ".json":
         return True
-    return file.suffix in YAML and CLI_WORDS.search(source) is not None
+    return file.suffix in YAML and OF_CLI.search(source) is not None
 
 
 def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
@@ -108,7 +110,7 @@ def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
         try:
             found[file] = file.read_bytes()
         except OSError as error:
-            problems.append(f"{file}: {error.strerror}")
+            problems.append(f"{file}: {error.strerror or error}")
     return found
 
 
@@ -160,8 +162,9 @@ def _notebook(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding
         after = _MASKED.sub(r"\1\2", part.removesuffix("\n"))
         if after != before:
             cell["source"] = after.splitlines(keepends=True)
-    cells_before = [*accumulate(line.startswith(_CELL) for line in masked.splitlines())]
-    found = [one._replace(what=f"cell {cells_before[one.line - 1]}: {one.what}") for one in found]
+    lines = masked.splitlines()
+    of_cell = [sum(line.startswith(_CELL) for line in lines[: one.line]) for one in found]
+    found = [one._replace(what=f"cell {number}: {one.what}") for one, number in zip(found, of_cell, strict=True)]
     same = new.decode() == masked
     return source if same else (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode(), found
 

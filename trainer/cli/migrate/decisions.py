@@ -4,15 +4,47 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from trainer.cli.migrate.names import NAME_HERE, NOT_THERE, argument_words, lightning_root
-from trainer.compat.names import FORMER_HOOKS, NAMES, WORDS
+from trainer.cli.migrate import former_names
+from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, argument_words, lightning_root
+from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
+
+OPTIMIZER_IDX = (
+    "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
+    "zero_grad, self.manual_backward(loss) and step"
+)
+HOOKS = {**FORMER_HOOKS, **former_names.HOOKS}
+RETURNED = {
+    "log": "self.log(name, value), or self.log_dict: a dict that a step returns is not logged",
+    "progress_bar": "self.log(name, value, prog_bar=True): a dict that a step returns is not shown",
+}
+"""Keys of the dicts that steps returned -> what to use instead."""
+
+PARAMETERS: dict[tuple[str, str], str] = {
+    ("training_step", "optimizer_idx"): OPTIMIZER_IDX,
+    ("training_step", "hiddens"): "automatic_optimization = False, and a loop over the parts in training_step",
+    ("backward", "optimizer_idx"): "backward(self, loss)",
+    ("optimizer_step", "optimizer_idx"): "optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)",
+    ("optimizer_zero_grad", "optimizer_idx"): "optimizer_zero_grad(self, epoch, batch_idx, optimizer)",
+    ("lr_scheduler_step", "optimizer_idx"): "lr_scheduler_step(self, scheduler, metric)",
+    ("configure_gradient_clipping", "optimizer_idx"): (
+        "configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
+    ),
+    ("on_before_optimizer_step", "optimizer_idx"): "the hook without this parameter",
+    ("on_train_epoch_end", "outputs"): f"the hook without this parameter: {KEEP_OUTPUTS}",
+    ("on_train_batch_start", "dataloader_idx"): "the hook without this parameter",
+    ("on_train_batch_end", "dataloader_idx"): "the hook without this parameter",
+}
+"""A hook and a parameter of earlier versions -> what to use instead."""
+
+MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} for kind in WORDS}
+"""Lightning's class -> attributes that are not here -> what to use instead."""
 
 OF_A_TRAINER = re.compile(r"(?!(self\.)?(cfg|conf|config|args|opt|hparams)\.)(.*\.)?_?trainer")
 """The names under which a script has its trainer: the last word, but for the entries of configurations."""
@@ -28,9 +60,13 @@ class Finding(NamedTuple):
     todo: str
 
 
-def decisions(wrapper: MetadataWrapper) -> list[Finding]:
-    """Return what a person must decide."""
-    finder = _DecisionFinder()
+def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) -> list[Finding]:
+    """Return what a person must decide.
+
+    Args:
+        rewritten: line and name of arguments that are rewritten.
+    """
+    finder = _DecisionFinder(rewritten)
     wrapper.visit(finder)
     return finder.findings
 
@@ -38,15 +74,19 @@ def decisions(wrapper: MetadataWrapper) -> list[Finding]:
 class _DecisionFinder(cst.CSTVisitor):
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
-    def __init__(self) -> None:
+    def __init__(self, rewritten: Collection[tuple[int, str]]) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.rewritten = rewritten
         self.classes: list[set[str] | None] = [None]
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
+        self.function = ""
+        """The method of a class of Lightning's that is being read."""
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        if f"{module_of(node)}.".startswith("trainer."):  # rewritten before
-            for alias in aliases_of(node):
+        module = get_full_name_for_node(node.module) if node.module else ""
+        for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
+            if f"{module}.".startswith("trainer.") and not node.relative:  # rewritten before
                 self._report_name(alias, alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
@@ -60,9 +100,24 @@ class _DecisionFinder(cst.CSTVisitor):
         self.classes.pop()
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        name = node.name.value
-        if name in FORMER_HOOKS and self.classes[-1] is not None:
-            self._add(node.name, name, f"use {FORMER_HOOKS[name]}")
+        if self.classes[-1] is None:
+            return
+        self.function = node.name.value
+        if self.function in HOOKS:
+            self._add(node.name, self.function, f"use {HOOKS[self.function]}")
+        for parameter in (*node.params.params, *node.params.kwonly_params):
+            named = self.function, parameter.name.value
+            if named in PARAMETERS:
+                self._add(parameter, f"{self.function}({parameter.name.value})", f"use {PARAMETERS[named]}")
+
+    def visit_DictElement(self, node: cst.DictElement) -> None:
+        key = node.key.raw_value if isinstance(node.key, cst.SimpleString) else ""
+        if key in RETURNED and self.function.endswith(("_step", "_end")):
+            self._add(node, f"{self.function}: {{{key!r}: ...}}", f"use {RETURNED[key]}")
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if get_full_name_for_node(node.target) == "truncated_bptt_steps":
+            self._report_member(node, "LightningModule", "self", "truncated_bptt_steps")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
@@ -72,7 +127,7 @@ class _DecisionFinder(cst.CSTVisitor):
             self._report_path(node, path)
         elif OF_A_TRAINER.fullmatch(written):
             self._report_member(node, "Trainer", written, name)
-        elif written == "self" and own is not None and name not in {*own, *FORMER_HOOKS}:
+        elif written == "self" and own is not None and name not in {*own, *HOOKS}:
             self._report_member(node, "LightningModule", written, name)
 
     def visit_Call(self, node: cst.Call) -> None:
@@ -82,9 +137,9 @@ class _DecisionFinder(cst.CSTVisitor):
             self._add(node, "link_arguments", f"use {instead}")
         kind = path.rpartition(".")[2]
         for arg in node.args:
-            name = arg.keyword.value if arg.keyword else ""
+            name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
             words = argument_words(kind, name, _literal(arg.value))
-            if words is not None:
+            if words is not None and (line, name) not in self.rewritten:
                 self._add(arg, f"{kind}({name}=)", f"use {words}")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
@@ -95,7 +150,8 @@ class _DecisionFinder(cst.CSTVisitor):
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if MODULE_NAME.fullmatch(str(node.raw_value)):
-            self._add(node, node.value, "names Lightning in a string: write this package's name if that is meant")
+            words = "the name of a package in a string: write the one of this package if it is meant"
+            self._add(node, node.value, words)
 
     def visit_Annotation(self, node: cst.Annotation) -> bool:
         return not isinstance(node.annotation, cst.SimpleString)  # whose names are still bound
@@ -110,7 +166,7 @@ class _DecisionFinder(cst.CSTVisitor):
         package = before.removeprefix(f"{root}.")
         if name == "__version__":
             self._add(node, path, "the version of this package: keep the branch for Lightning 2")
-        elif name in WORDS.get(owner, {}):
+        elif name in MEMBERS.get(owner, {}):
             self._report_member(node, owner, owner, name)
         elif root and package in NOT_THERE:
             self._add(node, path, f"use {NOT_THERE[package]}")
@@ -118,8 +174,8 @@ class _DecisionFinder(cst.CSTVisitor):
             self._report_name(node, name)
 
     def _report_member(self, node: cst.CSTNode, kind: str, owner: str, name: str) -> None:
-        if name in WORDS[kind]:
-            self._add(node, f"{owner}.{name}", f"use {WORDS[kind][name]}")
+        if name in MEMBERS[kind]:
+            self._add(node, f"{owner}.{name}", f"use {MEMBERS[kind][name]}")
 
     def _report_name(self, node: cst.CSTNode, name: str) -> None:
         target = NAMES.get(name, "")
@@ -128,16 +184,6 @@ class _DecisionFinder(cst.CSTVisitor):
 
     def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
-
-
-def module_of(node: cst.ImportFrom) -> str:
-    """Return the module that names are imported from; empty for a relative one."""
-    return "" if node.relative or node.module is None else str(get_full_name_for_node(node.module))
-
-
-def aliases_of(node: cst.ImportFrom) -> Sequence[cst.ImportAlias]:
-    """Return the names that are imported; none of `import *`."""
-    return () if isinstance(node.names, cst.ImportStar) else node.names
 
 
 def imported_path(names: Iterable[Any]) -> str:

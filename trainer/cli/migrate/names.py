@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainer
-from trainer.compat import answers
-from trainer.compat.names import MODULES, NAMES
+from trainer.cli.migrate import former_names
+from trainer.compat import answers, names
 from trainer.config.plug_names import callbacks
 from trainer.names import misses
+
+NAMES = {**former_names.NAMES, **names.NAMES}
+"""Names of all versions, as in `compat.names.NAMES`."""
 
 ROOTS = {
     "lightning.pytorch": "trainer",
@@ -18,6 +21,7 @@ ROOTS = {
     "lightning": "trainer",
     "pytorch_lightning": "trainer",
     "lightning_fabric": "trainer.fabric",
+    "lightning_lite": "trainer.lite",
     "lightning_utilities.core.rank_zero": "trainer.utilities.rank_zero",  # its rank is set by Lightning's import
 }
 """Lightning's packages -> what they are here; the longer names first."""
@@ -25,7 +29,50 @@ ROOTS = {
 RENAMED = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule"}
 """Classes that are called something else here."""
 
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "default_save_path": "default_root_dir",
+        "show_progress_bar": "enable_progress_bar",
+        "log_save_interval": "log_every_n_steps",
+        "row_log_interval": "log_every_n_steps",
+        "train_percent_check": "limit_train_batches",
+        "val_percent_check": "limit_val_batches",
+        "test_percent_check": "limit_test_batches",
+        "nb_gpu_nodes": "num_nodes",
+        "nb_sanity_val_steps": "num_sanity_val_steps",
+        "max_nb_epochs": "max_epochs",
+        "min_nb_epochs": "min_epochs",
+        "overfit_pct": "overfit_batches",
+        "gradient_clip": "gradient_clip_val",
+    },
+    "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
+}
+"""Lightning's class -> an argument of an earlier version -> its name now, with the same values."""
+
+VALUES: dict[tuple[str, str], tuple[str, str]] = {
+    ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),
+    ("checkpoint_callback", "False"): ("enable_checkpointing", "False"),
+    ("profiler", "True"): ("profiler", "'simple'"),
+    ("profiler", "False"): ("profiler", "None"),
+    ("weights_summary", "None"): ("enable_model_summary", "False"),
+    ("progress_bar_refresh_rate", "0"): ("enable_progress_bar", "False"),
+    ("reload_dataloaders_every_epoch", "True"): ("reload_dataloaders_every_n_epochs", "1"),
+    ("reload_dataloaders_every_epoch", "False"): ("reload_dataloaders_every_n_epochs", "0"),
+    ("gradient_clip_val", "0"): ("gradient_clip_val", "None"),
+    ("gradient_clip_val", "0.0"): ("gradient_clip_val", "None"),
+    ("gpus", "None"): ("accelerator", "'cpu'"),
+    ("gpus", "0"): ("accelerator", "'cpu'"),
+    **{
+        (name, value): ("strategy", value)
+        for name in ("accelerator", "distributed_backend")
+        for value in ("'ddp'", '"ddp"', "'fsdp'", '"fsdp"')
+    },
+}
+"""An argument of Trainer and its value -> those that mean the same here."""
+
 NOT_THERE = {
+    "metrics": "torchmetrics, which these metrics have become",
     "data": "litdata, which this package has become",
     "apps": "nothing: apps are not here",
     "store": "nothing: the model store is not here",
@@ -57,7 +104,10 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
     Args:
         value: what it is given; an ellipsis if that is not known.
     """
-    return None if misses.is_default(kind, name, value) else answers.argument_words(kind).get(name)
+    words = {**former_names.ARGUMENTS.get(kind, {}), **answers.argument_words(kind)}.get(name)
+    if words is None or misses.is_default(kind, name, value):
+        return None
+    return "nothing: leave it out" if value is None else words
 
 
 def lightning_root(path: str) -> str | None:
@@ -73,10 +123,12 @@ def module_here(path: str) -> Place:
     package = inside.partition(".")[0]
     if package in NOT_THERE:
         return Place("", NOT_THERE[package])
+    while inside in former_names.MODULES.split():  # its names are found in the package that it was in
+        inside = inside.rpartition(".")[0]
     if not inside:
         return Place("trainer")
     place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    here = inside in MODULES.split() or place.is_dir() or place.with_suffix(".py").is_file()
+    here = inside in names.MODULES.split() or place.is_dir() or place.with_suffix(".py").is_file()
     return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
 
 

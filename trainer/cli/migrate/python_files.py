@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from trainer.cli.migrate.decisions import Finding, aliases_of, decisions, imported_path, module_of
-from trainer.cli.migrate.names import RENAMED, lightning_root, module_here, name_here
+from trainer.cli.migrate.decisions import Finding, decisions, imported_path
+from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, lightning_root, module_here, name_here
 from trainer.compat.names import EXPORTS
 
 WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))
@@ -31,7 +31,8 @@ def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, li
     wrapper.module.visit(names)
     rewriter = _Rewriter(names.used | names.exported | {*kept})
     changed = wrapper.visit(rewriter)
-    return changed.bytes, sorted({*rewriter.findings, *decisions(wrapper)})
+    found = [*rewriter.findings, *decisions(wrapper, rewriter.rewritten)]
+    return changed.bytes, sorted(set(found))
 
 
 class _NamesOfTheFile(cst.CSTVisitor):
@@ -58,6 +59,8 @@ class _Rewriter(cst.CSTTransformer):
     def __init__(self, kept: Collection[str]) -> None:
         super().__init__()
         self.findings: list[Finding] = []
+        self.rewritten: set[tuple[int, str]] = set()
+        """Line and name of each argument that has another name or value now."""
         self.renamed = {old: new for old, new in RENAMED.items() if old not in kept}
         """Classes that are imported under their new names."""
         self.annotations = 0
@@ -82,17 +85,18 @@ class _Rewriter(cst.CSTTransformer):
         return alias.with_changes(name=cst.Name("trainer"), asname=cst.AsName(top, space, space))
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
-        module = module_of(original_node)
-        if lightning_root(module) is None:
+        module = get_full_name_for_node(original_node.module) if original_node.module else None
+        if original_node.relative or lightning_root(str(module)) is None:
             return updated_node
+        module = str(module)
         home, instead = module_here(module)
         if isinstance(updated_node.names, cst.ImportStar):
             if home in WITH_ALL:
                 return updated_node.with_changes(module=_dotted(home))
             self._add(original_node, f"from {module} import *", "an import of the names that are used")
             return updated_node
-        found = [name_here(module, alias.evaluated_name) for alias in aliases_of(original_node)]
-        for alias, here in zip(aliases_of(original_node), found, strict=True):
+        found = [name_here(module, alias.evaluated_name) for alias in _aliases(original_node)]
+        for alias, here in zip(_aliases(original_node), found, strict=True):
             if not here.path or not home:
                 self._add(alias, alias.evaluated_name, here.instead or instead)
         if not home:
@@ -101,9 +105,8 @@ class _Rewriter(cst.CSTTransformer):
             alias = updated_node.names[0].with_changes(name=cst.Name("trainer"), comma=cst.MaybeSentinel.DEFAULT)
             return cst.Import([alias], updated_node.semicolon, updated_node.whitespace_after_from)
         homes = {here.path.rpartition(".")[0] for here in found}
-        common = homes.pop() if len(homes) == 1 else ""
         names = [self._imported(alias) for alias in updated_node.names]
-        return updated_node.with_changes(module=_dotted(common or home), names=names)
+        return updated_node.with_changes(module=_dotted((len(homes) == 1 and homes.pop()) or home), names=names)
 
     def _imported(self, alias: cst.ImportAlias) -> cst.ImportAlias:
         names = RENAMED if alias.asname else self.renamed
@@ -137,6 +140,22 @@ class _Rewriter(cst.CSTTransformer):
         value = re.sub(rf"(?<![\w.])({names})\b", lambda found: self.renamed[found[0]], updated_node.value)
         return updated_node.with_changes(value=value)
 
+    # ------------------------------------------------------------------ arguments
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        kind = self._path(original_node.func).rpartition(".")[2]
+        if kind not in ARGUMENTS:
+            return updated_node
+        given = {arg.keyword.value for arg in updated_node.args if arg.keyword}
+        args: list[cst.Arg] = []
+        for original, arg in zip(original_node.args, updated_node.args, strict=True):
+            new = [arg] if original.keyword is None else _argument(kind, arg, original.keyword.value, given)
+            if new != [arg]:
+                line = self.get_metadata(PositionProvider, original).start.line
+                self.rewritten.add((line, cst.ensure_type(original.keyword, cst.Name).value))
+            args += new
+        return updated_node.with_changes(args=args)
+
     # ------------------------------------------------------------------ helpers
 
     def _path(self, node: cst.CSTNode) -> str:
@@ -149,6 +168,25 @@ class _Rewriter(cst.CSTTransformer):
 
     def _add(self, node: cst.CSTNode, what: str, instead: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, f"use {instead}"))
+
+
+def _argument(kind: str, arg: cst.Arg, name: str, given: Collection[str]) -> list[cst.Arg]:
+    """Return the arguments that mean the same here, if they are known; else the argument itself."""
+    value = cst.Module([]).code_for_node(arg.value)
+    if name == "gpus" and value.strip("0").isdigit() and {"accelerator", "devices"}.isdisjoint(given):
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        first = arg.with_changes(keyword=cst.Name("accelerator"), value=cst.SimpleString('"gpu"'), comma=comma)
+        return [first, arg.with_changes(keyword=cst.Name("devices"))]
+    new, text = ARGUMENTS[kind].get(name, name), value
+    if kind == "Trainer":
+        new, text = VALUES.get((name, value), (new, text))
+    if (new, text) == (name, value) or new in {*given} - {name}:
+        return [arg]
+    return [arg.with_changes(keyword=cst.Name(new), value=arg.value if text == value else cst.parse_expression(text))]
+
+
+def _aliases(node: cst.ImportFrom) -> Sequence[cst.ImportAlias]:
+    return () if isinstance(node.names, cst.ImportStar) else node.names
 
 
 def _dotted(path: str) -> cst.Name | cst.Attribute:

@@ -1,19 +1,21 @@
-"""Rewrite class paths and keys of a YAML or JSON file of LightningCLI or Hydra, keeping everything else."""
+"""Rewrite class paths and arguments of a YAML or JSON file of LightningCLI or Hydra, keeping everything else."""
 
 from __future__ import annotations
 
 import json
 import re
+from ast import literal_eval
 from collections.abc import Iterator
 
 import yaml
 from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import Place, argument_words, lightning_root, name_here
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, name_here
 from trainer.config.files import TAG, plain_value
 from trainer.config.tree import KEYS
 
+GPUS = ("accelerator", "devices")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
 CLASSES = ("model", "data", "trainer", "optimizer", "lr_scheduler")
 DOTTED = re.compile(rf"({'|'.join(CLASSES)})\.")
@@ -124,7 +126,7 @@ class _Rewriter:
                 self._rewrite_path(path, arguments)
 
     def _rewrite_path(self, path: yaml.ScalarNode, arguments: list[yaml.Node]) -> None:
-        """Rewrite the path of a class, and list its arguments in these mappings that are not here."""
+        """Rewrite the path of a class, and the names of its arguments in these mappings."""
         module, _, name = path.value.rpartition(".")
         is_lightnings = lightning_root(path.value) is not None
         place = name_here(module, name) if is_lightnings else Place(path.value)
@@ -133,12 +135,11 @@ class _Rewriter:
         elif is_lightnings:
             self._replace(path, place.path)
         if is_lightnings or module.startswith("trainer"):
-            self._list_arguments(name, arguments)
+            self._rewrite_arguments(name, arguments)
 
     def rewrite_keys(self, entries: Entries, document: yaml.Node) -> None:
-        """List arguments of the trainer, and rewrite the other keys at the top of a file of LightningCLI."""
-        if "trainer" in entries:
-            self._list_arguments("Trainer", [entries["trainer"][1]])
+        """Rewrite the arguments of the trainer, and the other keys at the top of a file of LightningCLI."""
+        self._rewrite_arguments("Trainer", [value for name, (_, value) in entries.items() if name == "trainer"])
         if not _is_of_cli(document):
             return
         if "seed_everything" in entries and not self._move_seed(entries, document):
@@ -153,12 +154,32 @@ class _Rewriter:
             if name not in (*KEYS, "model", "seed_everything"):
                 self._add(key, name, UNKNOWN)
 
-    def _list_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
-        """List the arguments of Lightning's class in these mappings that are not here."""
-        for name, (key, value) in [pair for mapping in mappings for pair in _entries(mapping).items()]:
-            words = argument_words(kind, name, _plain(value))
-            if words is not None:
-                self._add(key, f"{kind}({name}=)", f"use {words}")
+    def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
+        """Rewrite the arguments of a class in these mappings."""
+        for arguments, given in [(mapping, _entries(mapping)) for mapping in mappings]:
+            for name, (key, value) in given.items():
+                new = ARGUMENTS.get(kind, {}).get(name)
+                if new is not None and new not in given:
+                    self._replace(key, new)
+                elif kind == "Trainer" and self._rewrite_value(key, value, given, _in_braces(arguments)):
+                    continue
+                elif (words := argument_words(kind, name, _plain(value))) is not None:
+                    self._add(key, f"{kind}({name}=)", f"use {words}")
+
+    def _rewrite_value(self, key: yaml.ScalarNode, value: yaml.Node, given: Entries, in_braces: bool) -> bool:
+        """Rewrite an argument that is another one here, with another value; return whether there is such a one."""
+        if key.value == "gpus" and str(_plain(value)).strip("0").isdigit() and given.keys().isdisjoint(GPUS):
+            between, quote = ", " if in_braces else f"\n{' ' * key.start_mark.column}", key.style or ""
+            self._replace(key, f"accelerator{quote}: {quote}gpu{quote}{between}{quote}devices")
+            return True
+        new, written = VALUES.get((key.value, repr(_plain(value))), (key.value, ""))
+        if not isinstance(value, yaml.ScalarNode) or not (written and value.value) or new in {*given} - {key.value}:
+            return False
+        meant = literal_eval(written)
+        self._replace(key, new)
+        as_json = key.style and not value.style
+        self._replace(value, json.dumps(meant) if as_json else yaml.safe_dump(meant).splitlines()[0])
+        return True
 
     def _move_seed(self, entries: Entries, document: yaml.Node) -> bool:
         """Move the line of a seed into the settings of the trainer; return False if that is not possible."""
