@@ -41,8 +41,7 @@ class LearningRateMonitor(ValueMonitor):
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
-    (`lr-Adam/body`; if another group has it too, `lr-Adam/body-pg1`), or its number if there are several
-    (`lr-Adam/pg1`).
+    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
 
     Without a logger, the rates are in `trainer.callback_metrics` only.
 
@@ -53,7 +52,8 @@ class LearningRateMonitor(ValueMonitor):
         log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
     Raises:
-        ConfigError: `logging_interval` is something else.
+        ConfigError: `logging_interval` is something else; or, at the start of training, two parameter groups of an
+            optimizer have one name.
     """
 
     def __init__(
@@ -70,6 +70,10 @@ class LearningRateMonitor(ValueMonitor):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted.clear()
+        for optimizer in trainer.optimizers:
+            names = [group["name"] for group in optimizer.param_groups if "name" in group]
+            if len(names) > len(set(names)):
+                raise ConfigError(f"LearningRateMonitor: give each parameter group a name of its own, not {names}.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.

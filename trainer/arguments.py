@@ -336,8 +336,8 @@ def flat_names(values: Mapping[Any, Any], separator: str = "/", prefix: str = ""
 
 
 def require_bool(argument: str, value: Any) -> None:
-    """Raise a ConfigError for an argument that is neither a bool nor None, such as "no", which would count as true."""
-    if value is not None and not isinstance(with_python_numbers(value), bool):
+    """Raise a ConfigError for an argument that is not a bool, 0, 1 or None, such as "no", which would count as true."""
+    if value not in (None, True, False):
         raise ConfigError(f"{argument}={shown(value)}: give True or False.")
 
 

@@ -299,7 +299,7 @@ def test_predictions_are_gathered_after_the_loop_from_processes_with_any_number_
         if rank:
             assert more["gradient"].tolist() == [[6.0, 6.0]] * rank  # the sum of the gradients of three losses
         assert (more["nowhere"]["a"], more["nowhere"]["b"][0].shape, more["stacked"].shape) == (None, (0, 2), (3, 0, 2))
-        assert "the data has a float on rank 2. It joins tensors along their first dimension" in more["number"]
+        assert "the data has a float without rows on rank 2. It joins tensors" in more["number"]
         assert "['a'] has a number on rank 2." in more["scalar"]
         mixed = "the data has a float on rank 2, and rows of [] torch.float32 on rank 1."
         assert mixed in more["a number on 0 and 2"]

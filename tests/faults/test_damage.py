@@ -114,7 +114,7 @@ def test_when_none_is_left_nothing_is_trained(how: str, stopped: Path) -> None:
     with pytest.raises(CheckpointError, match="no intact checkpoint") as caught:
         train(stopped.parent, 3)
     assert ("model.safetensors" if how == "flipped" else "last.json") in str(caught.value)
-    assert "To start anew, leave out ckpt_path='last' or remove that folder" in str(caught.value)
+    assert "To start again, leave ckpt_path='last' out" in str(caught.value)
     assert sorted(stopped.parent.rglob("*")) == before
 
 

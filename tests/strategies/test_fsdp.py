@@ -315,7 +315,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
     ("case", "message"),
     [
         ("scalar", "cannot shard parameters without a dimension: scale"),
-        ("logged part", "self.log('norm') got a sharded DTensor: log value.full_tensor()"),
+        ("logged part", "self.log('norm') got a sharded tensor: log value.full_tensor()"),
         ("no such class", "no submodule of Net with a forward is one of ['Blok']"),
         ("none chosen", "no submodule of Net fits <function"),
         ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),

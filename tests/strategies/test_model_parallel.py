@@ -1438,20 +1438,20 @@ def train_with_options(names: list[str]) -> dict[str, list[float]]:
     return found
 
 
-with_options = once_per_module(lambda names: run_distributed(train_with_options, 2, names), "options")
+with_options = once_per_module(lambda names: run_distributed(train_with_options, 2, names), "combination")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("combination", OPTIONS)
 def test_options_of_strategy_and_trainer_work_together(
-    options: str, with_options: list[dict[str, list[float]]]
+    combination: str, with_options: list[dict[str, list[float]]]
 ) -> None:
     recorder, module = StepLosses(), GPT(tied=True, deferred=True)
-    window = OPTIONS[options][2].get("accumulate_grad_batches", 3)
+    window = OPTIONS[combination][2].get("accumulate_grad_batches", 3)
     settings = {"accumulate_grad_batches": window, "log_every_n_steps": 1, "seed": 3, "max_steps": 4}
     single = WAYS[SINGLE].trainer(callbacks=[recorder], **settings)
     single.fit(module, DataLoader(module.data(40), WAYS[SINGLE].micro_batch))
     for of_rank in with_options:
-        assert of_rank[options] == pytest.approx(recorder.losses, rel=1e-5)
+        assert of_rank[combination] == pytest.approx(recorder.losses, rel=1e-5)
 
 
 class OutOfRange(GPT):

@@ -509,6 +509,8 @@ class Engine(Answers):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of process `src`: data and tensors, in any nesting. Collective."""
         self._require_entered("broadcast")
+        if not 0 <= src < self.world_size:
+            raise ConfigError(f"engine.broadcast(src={src}): the processes are 0 to {self.world_size - 1}.")
         if self.world_size == 1:
             return obj
         processes = self.strategy.processes

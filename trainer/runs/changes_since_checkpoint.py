@@ -200,7 +200,8 @@ def _listed(changed: Mapping[str, list[str]]) -> str:
 def _report_other_hyperparameters(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Log the hyperparameters of an evaluated module that differ from the checkpoint's."""
     stored = checkpoint["hyperparameters"], run.hyperparameters()
-    both = [facts_of_call(0, {**kept, "data": {}})["hyperparameters"] for kept in stored]
+    # With the paths, unlike facts: another vocabulary gives other results.
+    both = [{name: repr(value) for name, value in flat_names(kept.get("module", {})).items()} for kept in stored]
     if all(both) and run.strategy.processes.is_global_zero:  # else there is nothing to compare
         for line in differences(both, ("in the checkpoint", "in the module, which keeps it")):
             log.warning("module.%s", printable(line))

@@ -161,7 +161,7 @@ def _facts_of_shared_callbacks(callbacks: list[Callback], shards_state: bool) ->
     for name, value in _options_of_callbacks(named(shared)).items():
         yield name, value
         yield f"{name}, fingerprint of its code and values", function_fingerprint(value)
-    for where, one in named(shared):
+    for where, one in named(callbacks):
         if isinstance(one, Checkpoint) and shards_state:  # all processes write into it
             yield f"{where}.dirpath", f"folder {one.dirpath}"
 
@@ -242,7 +242,8 @@ def hooks_of(module: torch.nn.Module) -> dict[str, str]:
     for name, place in [*module.named_modules(), *module.named_parameters()]:
         for kind in _HOOKS:
             hooks = [*(getattr(place, kind, None) or {}).values()]
-            names = [name_of(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("wandb")]
+            modules = [str(getattr(hook, "__module__", "")).partition(".")[0] for hook in hooks]
+            names = [name_of(hook) for hook, package in zip(hooks, modules, strict=True) if package != "wandb"]
             if names:
                 found[f"{kind.strip('_').replace('_', ' ')} of {name or type(place).__name__}"] = ", ".join(names)
     return found

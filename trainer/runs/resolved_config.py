@@ -94,7 +94,7 @@ def settings_problems(settings: Settings) -> list[str]:
         *settings.problems(),
         *_unknown_choices(settings),
         *_others_than(Callback, settings.callbacks, "callbacks", "EarlyStopping(...), or a list"),
-        *_others_than(Logger, settings.logger, "logger", loggers),
+        *_others_than(Logger, None if isinstance(settings.logger, bool) else settings.logger, "logger", loggers),
     ]
 
 
@@ -117,8 +117,8 @@ def _unknown_choices(settings: Settings) -> list[str]:
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return one object, or several, as a list; for None and True the empty one."""
-    if given is None or isinstance(given, bool):
+    """Return one object, or several, as a list; for None the empty one."""
+    if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -280,8 +280,10 @@ def _without_writers(settings: Settings, callbacks: Sequence[Callback]) -> list[
 
 
 def _loggers(settings: Settings) -> list[Logger]:
-    if settings.logger is not True:
+    if not isinstance(settings.logger, bool):
         return _listed(settings.logger)
+    if not settings.logger:
+        return []
     names = ["TensorBoardLogger", "CSVLogger"] if find_spec("tensorboard") else ["CSVLogger"]
     loggers: list[Any] = [callback_named(name)() for name in names]
     return loggers

@@ -107,8 +107,10 @@ class HookChanges:
         for path, part in self._parts.items():
             hides_private = type(part).__module__.startswith(("torch.", "deepspeed."))
             for name, value in vars(part).items():
-                if name[0] != "_" or not (hides_private or name in _OF_TORCHS_OPTIMIZERS):
-                    others[f"{path}.{name}"] = _plain(value)
+                if name[0] == "_" and (hides_private or name in _OF_TORCHS_OPTIMIZERS):
+                    continue
+                if (plain := _plain(value)) is not _NOT_PLAIN:
+                    others[f"{path}.{name}"] = plain
         return _values_of(self._module) | others
 
     def _write(self, values: Mapping[str, Any]) -> None:

@@ -189,8 +189,11 @@ class Tuner:
             steps_per_trial: steps of each trial; the first is not measured.
 
         Raises:
-            ConfigError: the present settings do not train, or all steps but the first compile.
+            ConfigError: `steps_per_trial` is below 2, the present settings do not train, or all steps but the first
+                compile.
         """
+        if type(steps_per_trial) is not int or steps_per_trial < 2:
+            raise ConfigError(f"throughput({steps_per_trial=}): give an integer from 2.")
         settings, config = self._trainer.settings, self._trainer.config
 
         def attempt(tried: Setting) -> float:
