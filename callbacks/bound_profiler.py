@@ -87,7 +87,7 @@ class BoundProfiler(Profiler):
             return
         with trainer.run.times.during(PROFILER):
             if self._profile is None:
-                self._begin(trainer.run.times.seconds)
+                self._begin(trainer)
             else:
                 self._stop(trainer)
 
@@ -127,13 +127,14 @@ class BoundProfiler(Profiler):
 
     # -- the profiled steps --------------------------------------------------------------------------------------------
 
-    def _begin(self, times: dict[str, float]) -> None:
-        from torch.profiler import profile
+    def _begin(self, trainer: Trainer) -> None:
+        from torch.profiler import ProfilerActivity, profile
 
-        self._profile = profile()
+        on_cuda = trainer.strategy.device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
         self._profile.__enter__()
         self._left = self.steps
-        self._begun, self._host_before = time.perf_counter(), _seconds(times)
+        self._begun, self._host_before = time.perf_counter(), _seconds(trainer.run.times.seconds)
 
     def _stop(self, trainer: Trainer) -> None:
         if trainer.strategy.device.type == "cuda":

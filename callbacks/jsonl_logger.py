@@ -118,9 +118,8 @@ class _LineFile(LogFile):
         self.write()
 
     def put(self, record: dict[str, Any]) -> None:
-        # Read again, to have texts in place of the numbers that JSON lacks.
-        plain = json.loads(json.dumps(record, default=str), parse_constant=str)
-        self._pending.append(f"{json.dumps(plain, ensure_ascii=False)}\n".encode(errors="replace"))
+        line = json.dumps(_as_json(record), ensure_ascii=False, default=str)
+        self._pending.append(f"{line}\n".encode(errors="replace"))
         self.lines += 1
 
     def write(self, to_disk: bool = False) -> None:
@@ -128,6 +127,17 @@ class _LineFile(LogFile):
         with self.writing():
             self.put_bytes(b"".join(self._pending), to_disk=to_disk)
             self._pending = []
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value with texts for numbers that are not finite, and for names in dicts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    return value
 
 
 def _step_of(line: bytes) -> float:

@@ -135,7 +135,7 @@ class SimpleProfiler(Profiler):
             return
         self.report(self.table(), trainer.print)
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
-        if share >= self.MUCH and trainer.train_loader is not None:
+        if share >= self.MUCH and trainer.train_loader is not None and self.dirpath is None:
             advice = faster_loading(trainer.train_loader)
             trainer.print(f"{share:.0%} of the time went into waiting for training data. {advice}")
 

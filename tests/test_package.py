@@ -245,19 +245,8 @@ def test_public_names_in_private_classes_of_fsdp2_are_those_of_the_list() -> Non
 OF_OTHERS = re.compile(r"_\w+|(ds|co|f|gi)_\w+|cell_contents|dis")
 """Private names, those of DeepSpeed in parameters, and those of CPython's frames and compiled code."""
 SUFFIXES = {"_core", "_dataloader", "_file_", "_model_eval", "_model_train", "_norm", "_norm_total", "_of", "_parallel"}
-SUFFIXES |= {
-    "_batch_end",
-    "_batch_start",
-    "_epoch_end",
-    "_epoch_start",
-    "_parsing",
-    "_per_s",
-    "_type",
-    "_shtab_few_or_file",
-    "_hparams",
-    "_extra_state",
-    "_toggled_parameters",
-}
+SUFFIXES |= {"_parsing", "_per_s", "_type", "_shtab_few_or_file", "_hparams", "_extra_state", "_toggled_parameters"}
+SUFFIXES |= {"_batch_end", "_batch_start", "_epoch_end", "_epoch_start"}
 """Texts that are no names of attributes of other packages."""
 FSDP2 = Path(torch.distributed.fsdp.__file__).parent / "_fully_shard"
 

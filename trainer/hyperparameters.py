@@ -269,7 +269,7 @@ def constructor_arguments(
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: the values are used as stored.
+        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
         partial: arguments without a default may be missing.
 
     Raises:
@@ -283,6 +283,8 @@ def constructor_arguments(
     own, wholes = own_and_inside(stored, inside)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     arguments = {name: stored[name] for name in own if takes_any or name in signature.parameters}
+    if kinds is None:
+        arguments = as_annotated(owner, arguments)
     for argument, names in wholes.items():
         entries = {name: given.get(name, stored[name]) for name in names}
         arguments[argument] = _in_one(entries, owner, argument)
@@ -670,6 +672,20 @@ def _class_named(owner: type, name: str, base: type) -> Any:
         raise LookupError(f"no class {qualname} is known where {owner.__name__} is defined")
     # A module may have another name now, as one that was run as a script.
     return next((one for one in alike if one.__module__ == module), alike[0])
+
+
+def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of a file with paths and enumerations where the constructor is annotated so, and with no text."""
+    hints = hints_of(owner.__init__, owner)  # type: ignore[misc]
+    values = dict(stored)
+    for name, value in stored.items():
+        options = options_of(hints.get(name))
+        made: list[Any] = [Path(value)] if isinstance(value, str) and Path in options else []
+        enumerations: list[Any] = [kind for kind in options if isinstance(kind, enum.EnumMeta)]
+        made += [one for kind in enumerations for one in kind if as_stored(one) == value]
+        if made and type(value) not in options:
+            values[name] = made[0]
+    return values
 
 
 def with_paths(kept: Mapping[str, Any], owner: str) -> dict[str, Any]:

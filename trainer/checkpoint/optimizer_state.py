@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, in_memory, materialize
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, first_of
 from trainer.model.reachable import is_generator
 from trainer.optimizers import optimizers_inside, parameters_of
 
@@ -226,6 +226,8 @@ def state_by_position(
     parameters = dict(module.named_parameters())
     order = [name for group in groups for name in group["params"]]
     position = {name: number for number, name in enumerate(order)}
+    if unknown := state["state"].keys() - position.keys():
+        raise CheckpointError(f"the checkpoint has states of {first_of(sorted(unknown))}, which {state['kind']} lacks")
     current = optimizer.state_dict()
     in_order = [parameters[name] for name in order]
     given = {
@@ -317,6 +319,10 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
     _restore_dtypes(optimizer, [*parts.values()], parameters, state)
     dtype_of = {id(parameter): dtypes.get(position) for position, parameter in enumerate(parameters)}
     for path, saved in state["parts"].items():
+        if path not in parts:
+            raise CheckpointError(
+                f"the checkpoint has a state of {type(optimizer).__name__}.{path}, an optimizer in it that is gone"
+            )
         _load_part(parts[path], saved, dtype_of)
     for part in parts.values():
         quantize_again(part)
@@ -341,11 +347,12 @@ def _keep_groups(optimizer: Optimizer, kept: list[Any], groups: list[dict[str, A
 
     Torch has made new ones, and nested optimizers share them.
     """
-    for old, new in zip(groups, [*optimizer.param_groups], strict=True):
+    now = [*optimizer.param_groups]
+    for old, new in zip(groups, now, strict=False):
         options = {**new, **{option: value for option, value in old.items() if is_generator(value)}}
         old.clear()
         old.update(options)
-    kept[:] = groups
+    kept[:] = [*groups[: len(now)], *now[len(groups) :]]
     optimizer.param_groups = kept
 
 

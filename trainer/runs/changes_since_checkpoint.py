@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.arguments import flat_names
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, first_of, printable, shown
 from trainer.runs.callback_states import keys_here
