@@ -41,7 +41,7 @@ PROGRAMS = {
     "nothing": ([], "its program came from standard input"),
     "only options": (["-u", "-X", "dev"], "its program came from standard input"),
     "a dash": (["-u", "-", "train.py"], "its program came from standard input"),
-    "no file": (["gone.py"], "its program 'gone.py' is not in the current directory"),
+    "no file": (["gone.py"], "its program came from 'gone.py', which is not a file"),
 }
 """Arguments of Python, and the beginning of why the program cannot be started a second time; empty: it can."""
 

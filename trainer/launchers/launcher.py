@@ -133,8 +133,8 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
     kind, program = program_of(arguments)
     if not sys.executable or kind == "-":
         return "its program came from standard input, not from a file"
-    if kind == "script" and not os.path.exists(program):
-        return f"its program {program!r} is not in the current directory {os.getcwd()!r}"
+    if kind == "script" and not os.path.isfile(program) and not os.path.isdir(program):  # a pipe is empty by now
+        return f"its program came from {program!r}, which is not a file in the current directory {os.getcwd()!r}"
     return None
 
 
