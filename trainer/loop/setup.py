@@ -286,12 +286,17 @@ def build_module(
     if pretrained is not None:
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
-    if checkpoint is not None:
-        with restoring("the weights"):
-            load_weights(strategy, checkpoint)
-        log.info("restored %s", run.resumed_from)
+    restore_weights(run, checkpoint)
     run.generators.share()  # rank 0 may have drawn numbers for the layers that it alone has built
     run.allow_weights()
+
+
+def restore_weights(run: Run, checkpoint: dict[str, Any] | None) -> None:
+    """Load the weights of the checkpoint, if the run starts from one."""
+    if checkpoint is not None:
+        with restoring("the weights"):
+            load_weights(run.strategy, checkpoint)
+        log.info("restored %s", run.resumed_from)
 
 
 def build_layers(run: Run) -> None:

@@ -84,33 +84,41 @@ def initial_values(
     built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
     shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in list(built):
-            yield name, _from_rank_0(built.pop(name), device)
-        for prefix, unit in units.items():
-            later = {name for name in shapes[prefix] if prefix + name in loaded}
-            made = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
-            for name in list(made):
-                value = made.pop(name)
-                if prefix + name in absent:
-                    absent.remove(prefix + name)
-                    yield prefix + name, _from_rank_0(value, device)
+    return _values(built, units, shapes, absent, loaded, device)
 
-    return values()
+
+def _values(
+    built: Tensors,
+    units: dict[str, nn.Module],
+    shapes: dict[str, Tensors],
+    absent: set[str],
+    loaded: Collection[str],
+    device: torch.device | str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield rank 0's values of what was built, and of the `absent` tensors, which units initialize there."""
+    for name in list(built):
+        yield name, _from_rank_0(built.pop(name), device)
+    for prefix, unit in units.items():
+        later = {name for name in shapes[prefix] if prefix + name in loaded}
+        made = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
+        for name in list(made):
+            value = made.pop(name)
+            if prefix + name in absent:
+                absent.remove(prefix + name)
+                yield prefix + name, _from_rank_0(value, device)
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
     everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
     names = sorted(set().union(*everyone.all_gather_object(sorted(without))))
-    if not names:
-        return
-    if init_device != "meta":
+    if names and init_device == "meta":
+        raise ConfigError(
+            f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
+            "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
+        )
+    if names:
         raise ConfigError(_without_values(module, names))
-    raise ConfigError(
-        f"{type(module).__name__}: {', '.join(names)}: no init_weights or reset_parameters gives them values. "
-        "Define one in the module that has them, or give init_device='mixed' or 'cpu'."
-    )
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
