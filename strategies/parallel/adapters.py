@@ -38,7 +38,7 @@ def wrapped_layers(names: Mapping[str, nn.Module]) -> set[str]:
 def refuse_adapted_parameters(module: nn.Module) -> None:
     """Raise ConfigError if PEFT changes parameters in each forward, as for experts that are one tensor."""
     peft: Any = sys.modules.get("peft")
-    kind = () if peft is None else peft.tuners.lora.layer.ParamWrapper
+    kind = () if peft is None else getattr(peft.tuners.lora.layer, "ParamWrapper", ())
     found = [name for name, layer in module.named_modules() if isinstance(layer, kind)]
     if found:
         raise ConfigError(
