@@ -136,7 +136,11 @@ class DDPStrategy(DistributedStrategy):
         }
         hook: Any = self.comm_hook
         state = powerSGD_hook.PowerSGDState(None) if hook == "power_sgd" else self.comm_hook_state
-        wrapped.register_comm_hook(state, hooks.get(hook, hook))
+        try:
+            wrapped.register_comm_hook(state, hooks.get(hook, hook))
+        except (KeyError, TypeError, ValueError) as error:  # torch asks for the argument's name
+            message = f"DDPStrategy(comm_hook={hook!r}): give a function (state, bucket) -> Future."
+            raise ConfigError(message) from error
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:

@@ -194,7 +194,7 @@ class Settings:
             default = value is None and field.name in NONE_IS_DEFAULT
             object.__setattr__(self, field.name, field.default if default else with_python_numbers(value))
         for name in ("gradient_clip_val", "watchdog_seconds"):
-            if getattr(self, name) == 0:  # off
+            if isinstance(value := getattr(self, name), (int, float)) and value == 0:  # off
                 object.__setattr__(self, name, None)
 
     def problems(self) -> list[str]:

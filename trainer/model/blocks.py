@@ -168,7 +168,7 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
     if unmatched:
         names = [getattr(kind, "__name__", kind) for kind in unmatched]
         known = _list_classes(module)
-        raise ConfigError(f"no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
+        raise ConfigError(f"blocks: no submodule of {type(module).__name__} with a forward is one of {names}. {known}")
     return found
 
 
