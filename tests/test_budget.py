@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 44203 > 39000 | 12085 > 9800 | 0.292 > 0.28  | 327
+the product              | 44207 > 39000 | 12087 > 9800 | 0.292 > 0.28  | 327
 callbacks                | 4076          | 1025         | 0.269         | -
-strategies               | 703           | 194          | 0.294         | 7
+strategies               | 707           | 195          | 0.294         | 7
 strategies/deepspeed     | 1417          | 338          | 0.28          | 9
 strategies/fsdp          | 1473          | 438          | 0.306         | 9
 strategies/xla           | 485           | 110          | 0.232         | 5
-trainer                  | 4310          | 1088         | 0.272         | 14
+trainer                  | 4310          | 1089         | 0.272         | 14
 trainer/checkpoint       | 3453          | 1044         | 0.305         | 28
 trainer/cli              | 1991          | 427          | 0.251         | 21
 trainer/cli/checkpoint   | 844           | 237          | 0.333         | 7
