@@ -301,7 +301,7 @@ def test_predictions_are_gathered_after_the_loop_from_processes_with_any_number_
         assert (more["nowhere"]["a"], more["nowhere"]["b"][0].shape, more["stacked"].shape) == (None, (0, 2), (3, 0, 2))
         assert "the data has a float without rows on rank 2. It joins tensors" in more["number"]
         assert "['a'] has a Tensor without rows on rank 2." in more["scalar"]
-        mixed = "the data has a float on rank 2, and rows of [] torch.float32 on rank 1."
+        mixed = "the data has a float without rows on rank 2, and rows of [] torch.float32 on rank 1."
         assert mixed in more["a number on 0 and 2"]
         assert "['a'] has rows of [1] torch.float32 on rank 2, and rows of [2] torch.float32 on rank 1" in more["rows"]
         assert "rank 0 calls engine.all_reduce(sum) in " in more["operation"]
