@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
-from trainer.errors import ConfigError, raise_problems, shown
+from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import AUTO, key_problems, without_auto
 
@@ -243,8 +243,13 @@ class CompletedConfig:
         schedulers = self.settings.schedulers
         if not isinstance(section, dict) or schedulers is None:
             return
-        if without_auto(value_at(section, "params", {})) or not schedulers:
-            kind = section.get("type")
+        from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+        kind = section.get("type")
+        if kind not in VALID_LR_SCHEDULES:
+            guess = did_you_mean(str(kind), VALID_LR_SCHEDULES)
+            self.problems.append(f"scheduler.type={kind!r} is not a schedule of DeepSpeed.{guess}")
+        elif without_auto(value_at(section, "params", {})) or not schedulers:
             self.problems.append(
                 f"the DeepSpeed configuration asks for the schedule {kind}, but the trainer steps only those that "
                 f"configure_optimizers returned. Return it there (from deepspeed.runtime.lr_schedules import {kind}), "

@@ -200,7 +200,7 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
                 "strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.",
             ),
             (
-                mesh is not None and (not is_hybrid or math.prod(mesh) != readers),
+                mesh is not None and (not is_hybrid or min(mesh) < 1 or math.prod(mesh) != readers),
                 f"device_mesh={mesh}: give (replicas, shards) whose product is {readers}, the number of processes that "
                 "read different samples, and sharding_strategy='HYBRID_SHARD'.",
             ),

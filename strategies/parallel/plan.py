@@ -164,7 +164,7 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
     names = dict(module.named_modules())
     inner = [*filter(None, names)]
     wrapped = wrapped_layers(names)
-    problems: list[str] = []
+    problems = needs_newer_torch(plan.values(), torch.__version__)
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         matches = fnmatch.filter(inner, pattern)
@@ -190,6 +190,17 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
     wrong = filter(None, (_problem(name, names[name], style, parts) for name, style in found.items()))
     raise_problems([*islice(wrong, 1), *_heads(module, parts)], type(module).__name__)
     return found
+
+
+def needs_newer_torch(styles: Collection[Style], version: str) -> list[str]:
+    """Return a problem if torch 2.9 would have to flatten sequences that are split, which later ones can."""
+    heads = [style for style in styles if style in ("colwise_loss_parallel", "colwise_gather_output", "colwise_rep")]
+    if not version.startswith("2.9.") or "sequence_parallel" not in styles or not heads:
+        return []
+    return [
+        f"tensor_parallel_plan: {heads[0]!r} after 'sequence_parallel' needs a newer torch than {version}, which "
+        "cannot compute a layer on parts of sequences: update it (2.13 is tested), or leave these styles out."
+    ]
 
 
 def _problem(name: str, layer: nn.Module, style: ParallelStyle, parts: int) -> str:

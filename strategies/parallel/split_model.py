@@ -301,4 +301,4 @@ class SplitModel:
 def _is_split(tensor: Any) -> bool:
     """Whether tensor parallelism has split a parameter."""
     mesh = getattr(tensor, "device_mesh", None)
-    return mesh is not None and "tensor" in mesh.mesh_dim_names
+    return mesh is not None and "tensor" in (mesh.mesh_dim_names or ())

@@ -172,6 +172,19 @@ class XlaStrategy(SwapsParameters):
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepOptions) -> list[Optimizer]:
+        # torch checks this only while the states are empty, so not after a resume.
+        raise_problems(
+            [
+                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses all of the step anyway: "
+                "leave fused out."
+                for optimizer in optimizers
+                if any(group.get("fused") for group in optimizer.param_groups)
+            ],
+            "configure_optimizers",
+        )
+        return optimizers
+
     def to_device(self, batch: Any) -> Any:
         """Send the batch to the devices, sharded by its samples, floating tensors cast if the precision says so."""
         with torch.inference_mode(False):  # see `call_step`

@@ -36,7 +36,7 @@ from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.parallel.messages import Neighbour
-from trainer.strategies.parallel.plan import find_plan, resolve_plan
+from trainer.strategies.parallel.plan import find_plan, needs_newer_torch, resolve_plan
 from trainer.strategies.parallel.plan_check import PlanCheck
 from trainer.strategies.parallel.refusals import refuse_collecting
 from trainer.strategies.parallel.stage_checks import StageChecks
@@ -1386,6 +1386,15 @@ def test_a_plan_that_splits_sequences_is_refused_with_context_parallel() -> None
     strategy = FSDPStrategy(tensor_parallel=2, context_parallel=2)
     (problem,) = strategy.problems(PRECISIONS["32-true"], "cpu", 4, None, Sequences(Attending()))
     assert "a style of tensor_parallel_plan that splits sequences, too" in problem
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.9.1+cu128", True), ("2.13.0+cpu", False)])
+def test_a_head_after_norms_of_parts_of_sequences_is_refused_where_torch_cannot(version: str, refused: bool) -> None:
+    styles = Sequences.tensor_parallel_plan.values()
+    assert [
+        f"after 'sequence_parallel' needs a newer torch than {version}" in p for p in needs_newer_torch(styles, version)
+    ] == ([True] * refused)
+    assert needs_newer_torch(Planned.tensor_parallel_plan.values(), version) == []
 
 
 def test_manual_optimization_is_refused_with_a_pipeline() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
 import textwrap
+from itertools import takewhile
 
 from trainer.cli.columns import WIDEST
 from trainer.cli.settings_help import shown
@@ -38,9 +38,14 @@ def class_help(cls: type, place: str, width: int = WIDEST) -> str:
 
 def argument_texts(docstring: str) -> dict[str, str]:
     """Return what the section `Args:` of a docstring says of each argument."""
-    section = textwrap.dedent(docstring.partition("Args:\n")[2].partition("\n\n")[0])
-    parts = (entry.partition(":") for entry in re.split(r"\n(?=\S)", section))
-    return {name: " ".join(text.split()) for name, _, text in parts}
+    found: dict[str, str] = {}
+    lines = [line for line in docstring.partition("Args:\n")[2].splitlines() if line.strip()]
+    name, indent = "", len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+    for line in takewhile(lambda line: line.startswith(" " * indent), lines):
+        if line[indent] != " ":
+            name, _, line = line.strip().partition(":")
+        found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
 
 
 def _is_own_text(cls: type) -> bool:

@@ -42,7 +42,9 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     from trainer.config.specs import INVALID
 
     pairs = [word.partition("=") for word in words]
-    given = {name: read_value(text, f"--ray {name}") for name, _, text in pairs}
+    for name in (name for name, equals, _ in pairs if not equals):
+        findings.add(COMMAND_LINE, f"--ray {name} needs a value: --ray {name}=VALUE.")
+    given = {name: read_value(text, f"--ray {name}") for name, equals, text in pairs if equals}
     values = Checker(findings).arguments(Node(given, COMMAND_LINE), RayOptions, ("--ray",))
     return RayOptions(**{name: value for name, value in values.items() if value is not INVALID})
 

@@ -194,6 +194,8 @@ def read_value(text: str, option: str) -> Node:
     found = Diagnostics()
     tree = _reported(lambda: _parsed_yaml(text, COMMAND_LINE, found), COMMAND_LINE, found)
     if tree is None:
+        if PLACEHOLDER.search(text):  # a template such as '{epoch}-{val_loss:.2f}'
+            return Node(text, COMMAND_LINE, text)
         return Node(text, COMMAND_LINE, text, f"{option} {text!r}: {found.problems[0].message}")
     word = text.strip()
     is_template = PLACEHOLDER.search(text) and all(child.value is None for child in entries(tree).values())

@@ -151,15 +151,17 @@ def _rule(text: str) -> str:
 
 def _ls(options: argparse.Namespace) -> int:
     from trainer.cli.checkpoint.find import checkpoint_folders, choose, is_one, leftover_names, listing, summarize
-    from trainer.cli.checkpoint.report import as_data, plain, table_of
+    from trainer.cli.checkpoint.report import as_data, plain, require_metrics, table_of
 
     if is_one(options.path):
         path = choose(options.path, None)
         found = {path.parent: [summarize(path, [], options.verify)]}
     else:
         found = {folder: listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
+    every = [one for rows in found.values() for one in rows]
+    require_metrics(options.metric, every)
     if options.json:
-        print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
+        print(json.dumps([as_data(one) for one in every], indent=2))
         return 0
     for folder, rows in found.items():
         lines = [plain(str(folder)), *(table_of(rows, options.metric) if rows else ["  no checkpoint"])]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.columns import fitted_lines, in_columns
 from trainer.cli.runs.find import main_metrics, mapping
-from trainer.errors import printable
+from trainer.errors import ConfigError, did_you_mean, printable
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ TENSORS_SHOWN = 20
 
 def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
-    logged = {name for one in found for name in mapping(one.info.get("metrics")) if isinstance(name, str)}
-    names = metrics or main_metrics(logged)
+    names = metrics or main_metrics(_metric_names(found))
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
@@ -36,6 +35,19 @@ def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     first_to_go = [written_at, 2, *reversed(range(3, size_at)), size_at]
     lines = fitted_lines(rows, range(1, written_at), first_to_go, "--json", beside=2)
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
+
+
+def _metric_names(found: list[CheckpointSummary]) -> set[str]:
+    return {name for one in found for name in mapping(one.info.get("metrics")) if isinstance(name, str)}
+
+
+def require_metrics(names: list[str], found: list[CheckpointSummary]) -> None:
+    """Raise a ConfigError for the name of a metric that none of the checkpoints has."""
+    known = sorted(_metric_names(found))
+    for name in names:
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise ConfigError(f"--metric {name}: no checkpoint has it.{did_you_mean(name, known)} There are: {there}.")
 
 
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
