@@ -297,6 +297,9 @@ class DeepSpeedStrategy(SwapsParameters, DistributedStrategy):
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
         settings = self._settings(self.precision, self.processes.world_size, config or StepOptions(), **known)
         completed = resolve_config(self.config, settings)
+        norm = completed.get("gradient_clipping")
+        if config is not None and norm and settings.clip_norm is None:
+            self.processes.log.info("deepspeed: gradients are clipped by the norm %s of its configuration", norm)
         if config is not None and config.run_dir is not None and self.processes.is_global_zero:
             write_config(completed, config.run_dir)
         return completed
