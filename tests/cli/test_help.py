@@ -9,6 +9,7 @@ from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.cli import main
 from trainer.cli.checkpoint.command import SUBCOMMANDS as OF_CHECKPOINT
+from trainer.cli.class_help import argument_texts
 from trainer.cli.settings_help import TRAINING_ONLY
 from trainer.settings import ARGUMENTS, Settings
 
@@ -50,3 +51,18 @@ def test_the_arguments_are_described_in_full_and_an_evaluation_has_its_own(comma
     assert set(ARGUMENTS) > TRAINING_ONLY
     assert "--dry-run check a training on many processes" in of_fit
     assert "--dry-run" not in of_test
+
+
+def test_arguments_are_described_up_to_the_end_of_their_section() -> None:
+    """Blank lines between arguments are within it, and another section may follow at once."""
+    docstring = """A class.
+
+    Args:
+        a: the first,
+            in two lines
+
+        b: the second
+    Returns:
+        x: not an argument
+    """
+    assert argument_texts(docstring) == {"a": "the first, in two lines", "b": "the second"}

@@ -178,6 +178,7 @@ checkpoint
 checkpoint lst x
 checkpoint ls
 checkpoint ls nowhere
+checkpoint ls runs --metric val_los
 checkpoint ls runs --jsno
 checkpoint show runs/version_O
 checkpoint show runs/version_0 --ckpt bets

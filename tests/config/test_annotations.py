@@ -315,6 +315,14 @@ def test_a_protocol_takes_objects_and_functions(annotation: str, text: str, expe
     assert expected == (None if found.problems else type(instantiate(value)).__name__)
 
 
+@pytest.mark.parametrize("annotation", ["Any", "object", "str"])
+@pytest.mark.parametrize("text", ["{epoch}-{val_loss:.2f}", "{version}/{x}", "{a}: {b"])
+def test_a_template_that_is_not_yaml_is_a_text(annotation: str, text: str) -> None:
+    found = Diagnostics()
+    value = Checker(found).value(read_value(text, "--v"), annotated.evaluated(annotation), ("module", "v"))
+    assert (value, found.problems) == (text, [])
+
+
 @pytest.mark.parametrize(("annotation", "member"), [("Color.RED", "Color.RED"), ("b'a'", "b'a'")])
 def test_a_literal_that_no_file_can_hold_is_refused_in_words(annotation: str, member: str) -> None:
     found = Diagnostics()

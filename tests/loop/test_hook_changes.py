@@ -15,6 +15,7 @@ from tests.helpers.stops import StopsAt
 from tests.helpers.toy import loader, quiet
 from trainer import Callback, TrainModule
 from trainer.callbacks import ModelCheckpoint
+from trainer.state.hook_changes import HookChanges
 
 STEPS, EPOCHS = 3, 4
 Plan = list[tuple[str, int, str]]
@@ -235,3 +236,25 @@ def test_a_module_of_an_earlier_run_is_taken_as_it_was_made(tmp_path: Path) -> N
         continued(module, epochs)
     expected = result(fit(tmp_path / "whole", plan, True, num_sanity_val_steps=0))[0]
     assert result(continued(Net(plan, True), EPOCHS))[0] == expected
+
+
+class Lazy(torch.optim.SGD):
+    """Makes objects of its own in its first step: no plain values, which no rewind may take away."""
+
+    def step(self, closure: Any = None) -> Any:
+        if not hasattr(self, "steps"):
+            self.steps, self.scratch, self.buffer = 0, [1.0], torch.zeros(1)
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_going_back_keeps_the_objects_that_an_optimizer_has_made() -> None:
+    module = nn.Linear(2, 1)
+    optimizer = Lazy(module.parameters(), lr=0.1)
+    changes = HookChanges(module, [optimizer], {})
+    changes.begin()
+    optimizer.step()
+    state = changes.state_dict()
+    optimizer.step()
+    changes.load_state_dict(state)
+    assert (optimizer.steps, optimizer.scratch, optimizer.buffer.tolist()) == (1, [1.0], [0.0])

@@ -241,6 +241,10 @@ def test_a_schedule_that_would_have_no_effect_is_reported() -> None:
     assert advice in problems_of(WARMUP, optimizer=optimizer, schedulers=[schedule])
     assert advice in problems_of(of_autos, optimizer=optimizer)
     assert resolve_config(of_autos, run(optimizer=optimizer, schedulers=[schedule]))
+    misspelt = {"scheduler": {**of_autos["scheduler"], "type": "WarmupDecay"}}
+    assert "'WarmupDecay' is not a schedule of DeepSpeed" in problems_of(
+        misspelt, optimizer=optimizer, schedulers=[schedule]
+    )
 
 
 # -- contradictions ----------------------------------------------------------------------------------------------------

@@ -331,6 +331,7 @@ def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, messa
     "options",
     [
         {"device_mesh": (2, 2)},
+        {"device_mesh": (-2, -2), "sharding_strategy": "HYBRID_SHARD"},
         {"device_mesh": (2, 1), "sharding_strategy": "HYBRID_SHARD"},
         {"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"},
     ],
