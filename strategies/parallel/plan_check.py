@@ -112,9 +112,9 @@ class PlanCheck:
         parts, part = dist.get_world_size(self._group), dist.get_rank(self._group)
 
         def in_full(inputs: Inputs) -> Results:
-            whole = self._with_full_sequences(*inputs) if split else inputs
+            full = self._with_full_sequences(*inputs) if split else inputs
             with _full_layers(block, layers, hooks):
-                results = results_of(block, whole, block.forward, _trained(block), not split)
+                results = results_of(block, full, block.forward, _trained(block), not split)
             if not split:
                 return results
             # Each process has a part of the outputs, and of what else is made of tokens.
@@ -139,8 +139,8 @@ class PlanCheck:
     def _with_full_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a block with the parts of sequences of all processes in the first one. Collective."""
         own = (args[0] if args else next(iter(kwargs.values()))).detach()
-        whole = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+        full = own.full_tensor() if isinstance(own, DTensor) else gather(own, 1, self._group)
+        return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): full})
 
 
 def _trained(block: nn.Module) -> dict[str, nn.Parameter]:
