@@ -161,7 +161,8 @@ MUTANTS = (
         "trainer/checkpoint/shards.py::read_when_used",
         "tensor._stored = value",
         "pass",
-        "tests/strategies/test_load_hooks.py::test_the_hooks_see_full_weights -k single",
+        "tests/strategies/test_load_hooks.py::test_the_hooks_see_full_weights",
+        tier="test",
     ),
     Mutant(
         "strategies/deepspeed/config.py::CompletedConfig.__init__",
