@@ -22,13 +22,14 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
+from trainer.checkpoint.lightning_file import file_of, runs_as_lightning
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
 from trainer.errors import CheckpointError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
-from trainer.loop.training_state import name_of_run_dir
+from trainer.loop.training_state import name_of_run_dir, write_file_beside
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
@@ -91,6 +92,9 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: hold only buffers and the weights that train (such as LoRA's adapters) or have changed since
             training began (such as a teacher that follows the model). Loading checks that the module has the same base
             weights.
+        single_file: also write one file in Lightning's shape beside the folder, `<name>.ckpt`, for programs that read,
+            copy or delete checkpoints as files. `best_model_path` and the other paths are then the file's. Default:
+            True in a process that runs as Lightning. Rank 0 holds the full state in memory while it writes the file.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -99,7 +103,7 @@ class ModelCheckpoint(Checkpoint):
     agree_on = (
         *("monitor", "mode", "save_top_k", "save_last", "every_n_train_steps", "every_n_epochs", "seconds"),
         *("async_save", "on_write_error", "names_in_filename"),
-        *("trainable_only", "save_on_train_epoch_end", "save_weights_only"),
+        *("trainable_only", "save_on_train_epoch_end", "save_weights_only", "single_file"),
     )
 
     def __init__(
@@ -122,6 +126,7 @@ class ModelCheckpoint(Checkpoint):
         async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
         trainable_only: bool = False,
+        single_file: bool | None = None,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
         problems = template_problems(filename)
@@ -129,8 +134,13 @@ class ModelCheckpoint(Checkpoint):
             problems.append("give one of every_n_train_steps, every_n_epochs, train_time_interval to a callback.")
         if monitor is None and save_top_k > 1 and mode is not None:
             problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
-        raise_problems(problems, "ModelCheckpoint's arguments")
+        self.single_file = runs_as_lightning() if single_file is None else single_file
         self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
+        if self.single_file and "://" in (self.dirpath or ""):
+            problems.append(
+                f"dirpath={self.dirpath!r}: single files are written on a disk only: give single_file=False."
+            )
+        raise_problems(problems, "ModelCheckpoint's arguments")
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
@@ -151,14 +161,18 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self._start_afresh(Path())
 
-    def _start_afresh(self, folder: StoragePath, in_background: bool = False) -> None:
+    def _start_afresh(
+        self, folder: StoragePath, in_background: bool = False, write_file: Callable[[Path], None] | None = None
+    ) -> None:
         self._folder = folder
         retention = Retention(self.monitor is not None, self.mode, self.save_top_k, self.save_last)
-        self._checkpoints = KeptCheckpoints(folder, retention, in_background)
+        self._checkpoints = KeptCheckpoints(folder, retention, in_background, write_file)
         self._frozen = FrozenWeights()
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
         """The checkpoint that this run was resumed from, if it is in another folder."""
+        self._earlier_file: StoragePath | None = None
+        """The file that was given in its place."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""
         self._restored_best: tuple[str | None, float | None] = (None, None)
@@ -256,10 +270,11 @@ class ModelCheckpoint(Checkpoint):
     @property
     def last_model_path(self) -> str:
         """The newest finite checkpoint, as `best_model_path`. Empty before the first."""
-        return str(self._earlier_last or "") if self.last is None else self._path(self.last)
+        return str(self._earlier_file or self._earlier_last or "") if self.last is None else self._path(self.last)
 
     def _path(self, name: str) -> str:
-        return str(self._checkpoints.folder / name)
+        folder = self._checkpoints.folder / name
+        return str(file_of(folder) if self.single_file else folder)
 
     def newest_on_disk(self) -> str:
         return str(self._checkpoints.newest_committed() or self._earlier_last or "")
@@ -280,7 +295,8 @@ class ModelCheckpoint(Checkpoint):
         if stage != "fit":
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
-        self._start_afresh(folder, self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state))
+        in_background = self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state)
+        self._start_afresh(folder, in_background, partial(write_file_beside, trainer.run) if self.single_file else None)
         if not trainer.is_global_zero:
             return
         if self.monitor is not None and self._unclear_mode:
@@ -321,6 +337,8 @@ class ModelCheckpoint(Checkpoint):
         if self.trainable_only:
             state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
             self._frozen.begin(pl_module, state, gather)
+        if trainer.is_global_zero and self.single_file:
+            self._checkpoints.write_missing_files()
         origin, (best, value) = trainer.run.resumed_from, self._restored_best
         if origin is None:
             return
@@ -331,7 +349,7 @@ class ModelCheckpoint(Checkpoint):
             if self._is_owed(trainer):
                 self._save(trainer)
             return
-        self._earlier_last = origin
+        self._earlier_last, self._earlier_file = origin, trainer.run.resumed_file
         if best is not None and is_committed(origin.parent / best):
             self._earlier_best = origin.parent / best, value
 
@@ -487,7 +505,7 @@ class ModelCheckpoint(Checkpoint):
         checkpoints.commit_list()
         self._time_is_up, self._unsaved = False, None
         if trainer.is_global_zero and not checkpoints.in_background:
-            self._notify_saved(trainer, self._path(checkpoints.listed.newest or ""))
+            self._notify_saved(trainer, str(checkpoints.folder / (checkpoints.listed.newest or "")))
         if left_out is not None:
             raise left_out
 

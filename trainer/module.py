@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from trainer.arguments import ChecksArguments
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
-from trainer.checkpoint.directory import locate
-from trainer.checkpoint.format import evaluated_weights, read_checkpoint
+from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
+from trainer.checkpoint.lightning_file import read_located
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
@@ -386,7 +386,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
-        checkpoint = read_checkpoint(locate(checkpoint_path))
+        checkpoint = read_located(checkpoint_path)
         inside = {"module?": {str: object}, "arguments?": {str: (str, None, {str: [str]})}, "kinds?": {str: dict}}
         kinds = {"model": dict, "added?": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": inside}
         require(checkpoint, kinds, "the checkpoint")

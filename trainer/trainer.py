@@ -21,7 +21,6 @@ from trainer.arguments import require_bool, with_python_numbers
 from trainer.callback import Callback, Checkpoint, attach, callback_named
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
-from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import NO_ITEMS, Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
@@ -38,7 +37,7 @@ from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
 from trainer.loop.step import checked_loss, even_window, outputs_for_hooks, without_items
-from trainer.loop.training_state import rewind, save_state
+from trainer.loop.training_state import rewind, save_state, writer_to
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
@@ -354,6 +353,7 @@ class Trainer:
         weights_only: bool | None = None,
         storage_options: None = None,
         info: dict[str, Any] | None = None,
+        single_file: bool | None = None,
     ) -> None:
         """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
@@ -366,17 +366,20 @@ class Trainer:
             weights_only: leave out the state of optimizers and schedulers; training cannot continue from it.
             storage_options: not supported; fsspec reads the options of a URL from its configuration file.
             info: your own data, for `trainer checkpoint list` and the like.
+            single_file: write one file in Lightning's shape in place of the folder, replacing a file that is there.
+                Default: True in a process that runs as Lightning. A training continues from it as from the folder.
 
         Raises:
-            ConfigError: `weights_only` is not a bool, or `storage_options` is given.
+            ConfigError: an argument is of another type, `storage_options` is given, or a single file has a URL.
             CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
         require_bool("weights_only", weights_only)
+        require_bool("single_file", single_file)
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         if run.saves.delays and not run.clock.interrupted:
-            run.saves.add(partial(self.save_checkpoint, filepath, weights_only, info=info))
+            run.saves.add(partial(self.save_checkpoint, filepath, weights_only, None, info, single_file))
             return
         wait_for_callers(self.strategy.processes, "save_checkpoint")
         if self.strategy.shards_state:
@@ -385,12 +388,8 @@ class Trainer:
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.values.read()
-        group = self.checkpoint_group
-        self.save_with(
-            lambda state, about: write_checkpoint(filepath, state, info=about, process_group=group),
-            info or {},
-            bool(weights_only),
-        )
+        with writer_to(run, filepath, single_file, self.checkpoint_group) as write:
+            self.save_with(write, info or {}, bool(weights_only))
         if self.is_global_zero:
             run.hooks.on_checkpoint_saved(str(as_storage_path(filepath)))
 
@@ -1040,7 +1039,8 @@ class Trainer:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the run has started from; None without one."""
-        return None if self._last.resumed_from is None else str(self._last.resumed_from)
+        started_from = self._last.resumed_file or self._last.resumed_from
+        return None if started_from is None else str(started_from)
 
     @property
     def stop_reason(self) -> str | None:

@@ -21,6 +21,8 @@ FORMAT = "exact-trainer checkpoint"
 VERSION = max(ALGORITHMS)
 """Since 2 the files have another checksum; 1 is still read."""
 DATA_FILE = "checkpoint.json"
+FILE_RECORD = "file.json"
+"""The checksum of the single file beside the folder, if one was written; not in the manifest."""
 
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
@@ -90,7 +92,7 @@ def verify_checkpoint(path: str | StoragePath) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError:
         return problems
-    folder, known = manifest.folder, {*manifest.files, MANIFEST_FILE}
+    folder, known = manifest.folder, {*manifest.files, MANIFEST_FILE, FILE_RECORD}
     with reading(folder):  # without what an interrupted replacement left
         names = sorted(entry.name for entry in folder.iterdir() if not _INNER.fullmatch(entry.name))
     strays = [name for name in names if name not in known]

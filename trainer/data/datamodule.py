@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.arguments import ChecksArguments
-from trainer.checkpoint.directory import locate
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.lightning_file import read_located
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.optional_methods import OptionalMethods
 from trainer.names.misses import Answers
@@ -164,7 +163,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         Raises:
             CheckpointError: there is no valid checkpoint, or its hyperparameters do not fit.
         """
-        checkpoint = read_checkpoint(locate(checkpoint_path))
+        checkpoint = read_located(checkpoint_path)
         kept = checkpoint.get("hyperparameters", {})
         stored, kinds = kept.get("data", {}), kept.get("kinds", {}).get("data")
         if hparams_file is not None:

@@ -264,6 +264,8 @@ class Run:
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     resumed_from: StoragePath | None = None
     """The checkpoint that the run has started from."""
+    resumed_file: StoragePath | None = None
+    """The file that stands for this checkpoint, if the run was given one."""
     _torn_down = False
 
     def __init__(
@@ -535,6 +537,7 @@ class NoRun:
     stage: str | None = None
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
+    resumed_file: StoragePath | None = None
     activity = Activity(None)
     loaders = Loaders()
 

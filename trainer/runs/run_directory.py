@@ -16,6 +16,7 @@ from trainer.arguments import local_path
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory
+from trainer.checkpoint.lightning_file import folder_beside
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest, read_metadata
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, real_path
@@ -111,7 +112,7 @@ def _known_to(run: Run, paths: list[str]) -> StoragePath | None:
     """Return the first checkpoint that the callbacks of this trainer's `fit` name."""
     for path in paths:
         if path and run.session.has_fit:
-            return locate(as_storage_path(path))
+            return locate(folder_beside(as_storage_path(path)))
     return None
 
 
