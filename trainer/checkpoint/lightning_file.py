@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ _READER = "trainer.cli.checkpoint.from_lightning"
 """The program that reads a file with the restricted unpickler and writes it as a folder."""
 
 _CHUNK = 16 << 20
+Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
 Save = Callable[[dict[str, Any], Path], None]
 """Writes the entries of a file, as `save_file` and Lightning's `CheckpointIO.save_checkpoint` do."""
@@ -202,7 +203,7 @@ def remove_beside(folder: StoragePath) -> None:
     """
     if is_beside(folder):
         try:
-            folder.with_name(file_of(folder).name).unlink(missing_ok=True)
+            os.unlink(str(file_of(folder)))
         except OSError as error:
             raise WriteError(f"cannot remove {file_of(folder)}: {reason(error)}") from error
 
@@ -230,7 +231,7 @@ def read_located(path: str | StoragePath, keys: Collection[str] | None = None) -
 
 
 @contextmanager
-def as_folder(path: str | StoragePath) -> Iterator[str | StoragePath]:
+def as_folder(path: Given) -> Iterator[Given | Path]:
     """Give the folder of a checkpoint for a file; a path that is not a file is given unchanged.
 
     The folder beside a file is given if the file is unchanged since it was written of that folder. Of any other file,
@@ -244,8 +245,7 @@ def as_folder(path: str | StoragePath) -> Iterator[str | StoragePath]:
         yield path
         return
     file = place.resolve()
-    beside = folder_beside(file)
-    if beside != file and _was_written_of(file, beside):
+    if _was_written_of(file, beside := file.with_name(file.name.removesuffix(SUFFIX))):
         yield beside
         return
     with _folder_near(file) as near:
@@ -253,7 +253,7 @@ def as_folder(path: str | StoragePath) -> Iterator[str | StoragePath]:
         yield near / file.name
 
 
-def _was_written_of(file: Path, folder: Path) -> bool:
+def _was_written_of(file: Path, folder: StoragePath) -> bool:
     """Whether a file is what `write_beside` wrote of this folder."""
     try:
         found = from_json(read_small_file(folder / FILE_RECORD, _MAX_RECORD), str(folder / FILE_RECORD))

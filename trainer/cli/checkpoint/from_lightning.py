@@ -93,8 +93,8 @@ def _of_lightning(read: Mapping[str, Any]) -> _Imported:
         words = f"a training starts again with these weights: {error}"
         return weights_alone(Progress(**info)), {**info, "weights_only": True}, words
     words = (
-        f"or fit(ckpt_path={{!r}}): with the states of {len(state['optimizers'])} optimizers and "
-        f"{len(state['schedulers'])} schedulers; the order of the samples is another"
+        f"or fit(ckpt_path={{!r}}): with the states of all optimizers ({len(state['optimizers'])}) and schedulers "
+        f"({len(state['schedulers'])}); the order of the samples is another"
     )
     return state, info, words
 
@@ -109,8 +109,7 @@ def _of_this_package(read: Mapping[str, Any], own: Mapping[str, Any]) -> _Import
     state = {}
     for key, one in own["entries"].items():
         state[key] = deserialize(one["data"], partial(_tensor_of, one["tensors"]), f"{OWN}, {key!r:.100}")
-    info = own["info"]
-    return state, {**info, "step": read["global_step"], "epoch": read["epoch"]}, "or fit(ckpt_path={!r})"
+    return state, {**own["info"], "step": read["global_step"], "epoch": read["epoch"]}, "or fit(ckpt_path={!r})"
 
 
 def _tensor_of(tensors: Mapping[str, Any], info: TensorInfo) -> Any:

@@ -30,15 +30,19 @@ def training_of(read: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: there is no optimizer, or it is not data.
     """
     try:
-        states, schedulers = read.get("optimizer_states"), read.get("lr_schedulers", [])
-        if not states:
-            raise CheckpointError("it has no state of an optimizer")
-        optimizers = [_optimizer(state) for state in states]
-        serialize([optimizers, schedulers], "its optimizers and schedulers")
-        progress = _progress(read)
+        return _training_of(read)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         words = f"its optimizer, schedulers or loops are not as Lightning writes them ({type(error).__name__}: {error})"
         raise CheckpointError(words) from None
+
+
+def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
+    states, schedulers = read.get("optimizer_states"), read.get("lr_schedulers", [])
+    if not states:
+        raise CheckpointError("it has no state of an optimizer")
+    optimizers = [_optimizer(state) for state in states]
+    serialize([optimizers, schedulers], "its optimizers and schedulers")
+    progress = _progress(read)
     if len(optimizers) > 1:  # Lightning counts the steps of all
         progress.step = progress.batches_before + progress.batch
     return {
