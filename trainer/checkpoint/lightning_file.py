@@ -158,7 +158,8 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
     try:
         make_directory(path.parent)
         with atomic_file(path) as temporary:
-            torch.save(checkpoint, temporary)
+            with open(temporary, "xb") as file:
+                torch.save(checkpoint, file)
             fault_point("after_file")
     except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
         cause = reason(error) if isinstance(error, OSError) else str(error).partition("\n")[0]

@@ -199,9 +199,9 @@ def _read(file: str) -> dict[str, Any]:
 
     import torch
 
-    if zipfile.is_zipfile(file) and (damaged := zipfile.ZipFile(file).testzip()) is not None:
-        raise CheckpointError(f"it is damaged: the checksum of {damaged} in it does not match.")
     try:
+        if zipfile.is_zipfile(file) and (damaged := zipfile.ZipFile(file).testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} in it does not match")
         with torch.serialization.safe_globals(_harmless()):
             read = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
