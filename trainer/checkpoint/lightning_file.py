@@ -76,7 +76,7 @@ def lightning_entries(folder: StoragePath, data_name: str = "", callbacks: Colle
         "global_step": progress["step"],
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "state_dict": state["model"],
-        "loops": _loops(progress),
+        "loops": _loops(progress, max(1, len(state["optimizers"]))),
         "hparams_name": _name_of_all(kept, "module"),
         "hyper_parameters": kept["module"],
     }
@@ -111,8 +111,12 @@ def _by_position(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {**values, **state.get("common", {})}, "param_groups": groups, **state.get("extra", {})}
 
 
-def _loops(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counters of Lightning's loops for a training that continues with the next batch, or epoch."""
+def _loops(progress: Mapping[str, Any], optimizers: int) -> dict[str, Any]:
+    """Return the counters of Lightning's loops for a training that continues with the next batch, or epoch.
+
+    Args:
+        optimizers: their number. In manual optimization Lightning counts each one's steps.
+    """
     steps, in_epoch = progress["step"], progress["batch"] > 0 and not progress["epoch_ended"]
     epochs = progress["epoch"] + int(progress["epoch_ended"])
     batches = progress["batches_before"] + progress["batch"]
@@ -127,7 +131,7 @@ def _loops(progress: Mapping[str, Any]) -> dict[str, Any]:
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": step, "zero_grad": zeroed}},
         "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": _counted(0, ("ready", "completed")),
+        "epoch_loop.manual_optimization.optim_step_progress": _counted(steps * optimizers, ("ready", "completed")),
         "epoch_loop.val_loop.state_dict": {},
         "epoch_loop.val_loop.batch_progress": evaluated,
         "epoch_progress": {"total": begun, "current": begun},

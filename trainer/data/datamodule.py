@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.arguments import ChecksArguments
+from trainer.checkpoint.hook_checkpoint import ADDED
 from trainer.checkpoint.lightning_file import read_located
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.optional_methods import OptionalMethods
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.trainer import Trainer
+
+
+def state_of_data(owner: type, checkpoint: Mapping[str, Any]) -> Any:
+    """Return the state of a data module in a checkpoint; Lightning keeps it under the name of the class."""
+    return checkpoint.get("data") or checkpoint.get(ADDED, {}).get(owner.__qualname__)
 
 
 class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
@@ -170,8 +176,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
             stored, kinds = read_hyperparameters(hparams_file), None
         inside = kept.get("arguments", {}).get("data")
         datamodule = construct(cls, constructor_arguments(cls, stored, inside, hyperparameters, kinds))
-        if checkpoint.get("data"):
-            datamodule.load_state_dict(checkpoint["data"])
+        if state := state_of_data(cls, checkpoint):
+            datamodule.load_state_dict(state)
         return datamodule
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.data.datamodule import DataModule
+from trainer.data.datamodule import DataModule, state_of_data
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
@@ -466,9 +466,9 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
 
 def restore_data(datamodule: DataModule | None, checkpoint: Mapping[str, Any]) -> None:
     """Restore the data module, before it is asked for loaders."""
-    if datamodule is not None and checkpoint["data"]:
+    if datamodule is not None and (state := state_of_data(type(datamodule), checkpoint)):
         with restoring("the state of the data module"):
-            datamodule.load_state_dict(checkpoint["data"])
+            datamodule.load_state_dict(state)
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
     optimizers = [_optimizer(state) for state in states]
     serialize([optimizers, schedulers], "its optimizers and schedulers")
     progress = _progress(read)
+    callbacks = _callbacks(read.get("callbacks") or {})
     if len(optimizers) > 1:  # Lightning counts the steps of all
         progress.step = progress.batches_before + progress.batch
     return {
@@ -51,7 +52,8 @@ def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
         "schedulers": schedulers,
         "scaler": read.get("MixedPrecision") or {},
         "hook_changes": [{"values": {}, "groups": [len(one["param_groups"]) for one in optimizers]}],
-        "callbacks": _callbacks(read.get("callbacks") or {}),
+        "callbacks": callbacks,
+        "callback_identities": {key: {"of": key, "made_with": ""} for key in callbacks},
         "scheduler_values": [-1] * len(schedulers),
     }
 
