@@ -171,7 +171,7 @@ class ModelCheckpoint(Checkpoint):
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
         """The checkpoint that this run was resumed from, if it is in another folder."""
-        self._earlier_file: StoragePath | None = None
+        self._earlier_file: Path | None = None
         """The file that was given in its place."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""

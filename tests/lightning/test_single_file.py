@@ -70,6 +70,12 @@ def classes(library: Any, kind: str) -> tuple[Any, Any, Any]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.position = state_dict["position"]
 
+    return Module, Data, counts_of(library)
+
+
+def counts_of(library: Any) -> Any:
+    """Return a callback with a state."""
+
     class Counts(library.Callback):  # type: ignore[misc]
         count = 0
 
@@ -79,7 +85,7 @@ def classes(library: Any, kind: str) -> tuple[Any, Any, Any]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.count = state_dict["count"]
 
-    return Module, Data, Counts
+    return Counts
 
 
 def make(library: Any, callbacks: Any = (), **settings: Any) -> Any:

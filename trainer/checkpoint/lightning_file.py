@@ -34,7 +34,7 @@ from trainer.checkpoint.disk import (
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hook_checkpoint import ADDED
 from trainer.checkpoint.manifest import FILE_RECORD, read_manifest
-from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, read_small_file
+from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_path, read_small_file
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
@@ -235,6 +235,12 @@ def read_located(path: str | StoragePath, keys: Collection[str] | None = None) -
         return read_checkpoint(locate(folder), keys)
 
 
+def file_at(path: str | StoragePath) -> Path | None:
+    """Return the path of a file on this machine; None if something else is there."""
+    place = kept_storage_path(path)
+    return place if isinstance(place, Path) and place.is_file() else None
+
+
 @contextmanager
 def as_folder(path: Given) -> Iterator[Given | Path]:
     """Give the folder of a checkpoint for a file; a path that is not a file is given unchanged.
@@ -245,11 +251,11 @@ def as_folder(path: Given) -> Iterator[Given | Path]:
     Raises:
         CheckpointError: the file is damaged, is not a checkpoint, or would run code.
     """
-    place = as_storage_path(path)
-    if not isinstance(place, Path) or not place.is_file():
+    file = file_at(path)
+    if file is None:
         yield path
         return
-    file = place.resolve()
+    file = file.resolve()
     if _was_written_of(file, beside := file.with_name(file.name.removesuffix(SUFFIX))):
         yield beside
         return

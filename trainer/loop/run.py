@@ -264,7 +264,7 @@ class Run:
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     resumed_from: StoragePath | None = None
     """The checkpoint that the run has started from."""
-    resumed_file: StoragePath | None = None
+    resumed_file: Path | None = None
     """The file that stands for this checkpoint, if the run was given one."""
     _torn_down = False
 
@@ -343,9 +343,9 @@ class Run:
         # No signal handlers in an evaluation, which has nothing to save.
         self.clock.listen(self._collectives, signals=self.stage == "fit")
 
-    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
-        """Write into this run directory, and start from this checkpoint."""
-        self.session.run_dir, self.resumed_from = run_dir, checkpoint
+    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None, file: Path | None) -> None:
+        """Write into this run directory, and start from this checkpoint, which was perhaps given as a file."""
+        self.session.run_dir, self.resumed_from, self.resumed_file = run_dir, checkpoint, file
 
     def seed_processes(self, seed: int) -> None:
         """Seed the generators, by reader; initial weights are equal on all if the user has given a seed."""
@@ -537,7 +537,7 @@ class NoRun:
     stage: str | None = None
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
-    resumed_file: StoragePath | None = None
+    resumed_file: Path | None = None
     activity = Activity(None)
     loaders = Loaders()
 

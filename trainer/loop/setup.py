@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from trainer.arguments import kept_path
+from trainer.checkpoint.directory import POINTERS
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.left_out import report_left_out
-from trainer.checkpoint.lightning_file import as_folder
+from trainer.checkpoint.lightning_file import as_folder, file_at
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
@@ -186,14 +187,15 @@ def stop_listening(processes: SingleProcess, clock: Clock) -> None:
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
     """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
-    if ckpt_path not in (None, "last", "best"):
-        ckpt_path = take_file(run, ckpt_path, cleanup)
+    file = None if ckpt_path is None or ckpt_path in POINTERS else file_at(ckpt_path)
+    if file is not None and strategy.processes.is_global_zero:
+        ckpt_path = cleanup.enter_context(as_folder(file))
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
-    run.set_paths(run_dir, path)
+    run.set_paths(run_dir, path, file)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
-    run.set_paths(run_dir, path)
+    run.set_paths(run_dir, path, file)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
         if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
@@ -205,16 +207,6 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     as_made(run.module)
     # "last" was verified when it was found.
     return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
-
-
-def take_file(run: Run, ckpt_path: str | Path, cleanup: ExitStack) -> str | Path:
-    """Return the folder of a checkpoint that was given as a file; rank 0 makes one, if there is none, for the run."""
-    processes, folder = run.strategy.processes, ckpt_path
-    if processes.is_global_zero:
-        folder = cleanup.enter_context(as_folder(ckpt_path))
-    is_file = processes.broadcast_object(folder is not ckpt_path)
-    run.resumed_file = kept_storage_path(ckpt_path) if is_file else None
-    return folder
 
 
 def note_configuration(run: Run) -> None:

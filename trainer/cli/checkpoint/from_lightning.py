@@ -12,6 +12,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def _of_lightning(read: Mapping[str, Any]) -> _Imported:
         state = training_of(read)
     except CheckpointError as error:
         words = f"a training starts again with these weights: {error}"
-        return weights_alone(Progress(**info)), {**info, "weights_only": True}, words
+        return weights_alone(asdict(Progress(**info))), {**info, "weights_only": True}, words
     words = (
         f"or fit(ckpt_path={{!r}}): with the states of all optimizers ({len(state['optimizers'])}) and schedulers "
         f"({len(state['schedulers'])}); the order of the samples is another"

@@ -47,7 +47,7 @@ def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
     if len(optimizers) > 1:  # Lightning counts the steps of all
         progress.step = progress.batches_before + progress.batch
     return {
-        **weights_alone(progress),
+        **weights_alone(asdict(progress)),
         "optimizers": optimizers,
         "schedulers": schedulers,
         "scaler": read.get("MixedPrecision") or {},
@@ -58,13 +58,13 @@ def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def weights_alone(progress: Progress) -> dict[str, Any]:
+def weights_alone(counters: dict[str, Any]) -> dict[str, Any]:
     """Return the same entries for weights from which no training continues."""
     return {
         "optimizers": [],
         "schedulers": [],
         "scaler": {},
-        "progress": asdict(progress),
+        "progress": counters,
         "global_micro_batch": None,
         "rng": [rng_state()],
         "epoch_rng": [{"epoch": 0, "loaders": {}, "hook": {}}],
