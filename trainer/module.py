@@ -373,7 +373,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Args:
             checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`;
-                or a run directory, for its last one.
+                or a run directory, for its last one; or a file in Lightning's shape, which runs no code.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.

@@ -228,9 +228,9 @@ class Trainer:
                 module. Default: the data module's or the module's loaders.
             val_dataloaders: a validation loader, a list of loaders, or a dict of loaders by name.
             datamodule: provides the loaders instead.
-            ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
-                is no checkpoint yet, so that one command both starts and restarts a job. A run directory stands for
-                its last checkpoint.
+            ckpt_path: the checkpoint to resume from: a folder, a file in Lightning's shape, "best", or "last", which
+                starts a new training if there is no checkpoint yet, so that one command both starts and restarts a job.
+                A run directory stands for its last checkpoint.
             weights_only: has no effect, because no checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.runs.facts.GROUPS`, such as "dataset", "shuffle", "optimizers".
@@ -276,7 +276,8 @@ class Trainer:
                 checkpoint if `fit` wrote any, whatever was evaluated since.
             dataloaders: a loader, a list of loaders, or a dict of loaders by name; or the data module. Default: those
                 of `datamodule` or `module`.
-            ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
+            ckpt_path: the checkpoint whose weights to use: a folder, a file in Lightning's shape, "best" or "last";
+                None: the module's weights.
             verbose: print the values.
             datamodule: provides the loaders instead.
             weights_only: has no effect, because no checkpoint contains code.

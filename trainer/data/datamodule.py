@@ -161,7 +161,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """Build the data module from a checkpoint's hyperparameters and restore its state.
 
         Args:
-            checkpoint_path: a checkpoint folder.
+            checkpoint_path: a checkpoint folder, or a file in Lightning's shape.
             map_location, weights_only: no effect: a data module's state is on the CPU, and contains no code.
             hparams_file: a file of hyperparameters, YAML or JSON, which replace the checkpoint's.
             hyperparameters: override the stored ones.
