@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
-from trainer.checkpoint.lightning_file import file_of, runs_as_lightning
+from trainer.checkpoint.lightning_file import file_of, is_beside, runs_as_lightning
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
@@ -69,8 +69,8 @@ class ModelCheckpoint(Checkpoint):
         mode: "min" or "max": which value of `monitor` is better. Default: "min". A name for which larger is better
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
-        save_last: keep the newest one, whatever its value. None and "link" are the same as True: "last" is always a
-            pointer.
+        save_last: keep the newest one, whatever its value; False: do not. "last" is always a pointer. With
+            `single_file`, True and "link" also make `last.ckpt` a link to the newest file.
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
@@ -112,7 +112,7 @@ class ModelCheckpoint(Checkpoint):
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
-        save_last: bool | Literal["link"] | None = True,
+        save_last: bool | Literal["link"] | None = None,
         save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
         save_on_exception: bool = False,
         save_weights_only: bool = False,
@@ -147,7 +147,7 @@ class ModelCheckpoint(Checkpoint):
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
         self.save_top_k = save_top_k
-        self.save_last = save_last is not False
+        self.save_last, self._links_last = save_last is not False, self.single_file and bool(save_last)
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
         self.seconds = read_duration(train_time_interval, "train_time_interval") or None
@@ -166,7 +166,7 @@ class ModelCheckpoint(Checkpoint):
     ) -> None:
         self._folder = folder
         retention = Retention(self.monitor is not None, self.mode, self.save_top_k, self.save_last)
-        self._checkpoints = KeptCheckpoints(folder, retention, in_background, write_file)
+        self._checkpoints = KeptCheckpoints(folder, retention, in_background, write_file, self._links_last)
         self._frozen = FrozenWeights()
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
@@ -351,7 +351,8 @@ class ModelCheckpoint(Checkpoint):
             return
         self._earlier_last, self._earlier_file = origin, trainer.run.resumed_file
         if best is not None and is_committed(origin.parent / best):
-            self._earlier_best = origin.parent / best, value
+            earlier = origin.parent / best
+            self._earlier_best = file_of(earlier) if self.single_file and is_beside(earlier) else earlier, value
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)

@@ -173,6 +173,32 @@ def test_a_file_that_the_user_deletes_leaves_the_folder_to_the_retention() -> No
     assert quiet().validate(Toy(), loader(), ckpt_path="kept/step=5")
 
 
+@pytest.mark.parametrize("save_last", [True, "link", None])
+def test_last_is_a_link_to_the_newest_file_where_it_was_asked_for(save_last: Any) -> None:
+    fit([steps(dirpath="kept", single_file=True, save_last=save_last)], 3)
+    assert os.path.islink("kept/last.ckpt") == bool(save_last)
+    if save_last:
+        assert torch.load("kept/last.ckpt", weights_only=True)["global_step"] == 3
+        assert quiet().validate(Toy(), loader(), ckpt_path="kept/last.ckpt")
+
+
+def test_a_file_that_is_called_last_stays() -> None:
+    callback = ModelCheckpoint("kept", "last", save_last=True, single_file=True)
+    fit([callback])
+    assert not os.path.islink("kept/last.ckpt")
+    assert torch.load("kept/last.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_resumed_run_writes_the_files_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"dirpath": "kept", "save_top_k": -1, "filename": "{step}"}
+    fit([steps(**options)], 3)
+    flip_byte("kept/step=1/checkpoint.json", 20)
+    trainer = quiet(max_epochs=2, callbacks=[steps(**options, single_file=True)], enable_checkpointing=True)
+    trainer.fit(Toy(), loader(3), ckpt_path="last")
+    assert [path.name for path in sorted(Path("kept").glob("*.ckpt"))] == [f"step={n}.ckpt" for n in range(2, 7)]
+    assert "step=1 was written, and" in caplog.text
+
+
 def test_a_file_of_another_is_not_replaced() -> None:
     Path("kept").mkdir()
     Path("kept/step=1.ckpt").write_text("mine")

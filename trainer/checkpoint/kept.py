@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import IDLE_WRITER, BackgroundWriter, being
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
-from trainer.checkpoint.lightning_file import file_of, is_beside, remove_beside
+from trainer.checkpoint.lightning_file import file_of, is_beside, link_last, remove_beside
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, manifest_or_damage
 from trainer.checkpoint.process_group import ProcessGroup
 from trainer.checkpoint.retention import Retention
@@ -82,6 +82,7 @@ class KeptCheckpoints:
         retention: which are kept.
         in_background: write in a thread, on this process.
         write_file: writes a single file beside the folder of a committed checkpoint; None: there are only folders.
+        links_last: also make `last.ckpt` a link to the newest file.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class KeptCheckpoints:
         retention: Retention,
         in_background: bool = False,
         write_file: Callable[[Path], None] | None = None,
+        links_last: bool = False,
     ) -> None:
         self.folder = folder
-        self.write_file = write_file
+        self.write_file, self._links_last = write_file, links_last
         self.in_background = in_background
         self.writer = BackgroundWriter() if in_background else IDLE_WRITER
         self.listed = Listed()
@@ -278,23 +280,29 @@ class KeptCheckpoints:
         if self.write_file is not None and isinstance(folder, Path):
             try:
                 self.write_file(folder)
-            except WriteError as error:
+            except CheckpointError as error:
                 raise WriteError(f"{folder} was written, and {reason(error)}. 'last' finds the folder.") from error
 
     def write_missing_files(self) -> None:
         """Write the files that the former process could not write any more, or wrote only the folders of."""
         for name in self.listed.kept:
-            if isinstance(path := self.folder / name, Path) and not is_beside(path):
-                self._write_beside(path)
+            path = self.folder / name
+            if not is_beside(path):
+                try:
+                    self._write_beside(path)
+                except WriteError as error:
+                    log.warning("%s", error)
 
     def _set_pointers(self, name: str, last: str | None, best: str | None, moves_best: bool) -> None:
         directory = CheckpointDirectory(self.folder)
         try:
             if last is not None:
                 directory.set_pointer("last", last)
+                if self._links_last:
+                    link_last(self.folder / last)
             if moves_best and (best is not None or directory.pointer("best")):  # an earlier run's
                 directory.set_pointer("best", best)
-        except (WriteError, ReadError) as error:
+        except (WriteError, ReadError, OSError) as error:
             raise WriteError(f"{self.folder / name} was written, and {reason(error)}. 'last' finds it.") from error
 
     def _delete(self, obsolete: list[str], newest: str) -> None:

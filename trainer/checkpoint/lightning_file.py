@@ -213,6 +213,18 @@ def remove_beside(folder: StoragePath) -> None:
             raise WriteError(f"cannot remove {file_of(folder)}: {reason(error)}") from error
 
 
+def link_last(folder: StoragePath) -> None:
+    """Make `last.ckpt`, if it is not a file itself, a link to the file beside a folder.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    link = folder.parent / f"last{SUFFIX}"
+    if isinstance(link, Path) and (link.is_symlink() or not link.exists()):
+        with atomic_file(link) as temporary:
+            temporary.symlink_to(file_of(folder).name)
+
+
 def _entry_of(file: Path) -> FileEntry:
     digest, size = new_digest(), 0
     with open(file, "rb") as opened:

@@ -157,8 +157,8 @@ def require_committed(folder: StoragePath) -> StoragePath:
         is_file, place = folder.is_file(), folder if folder.is_dir() else folder.parent
     if is_file:
         raise CheckpointError(
-            f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
-            "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
+            f"{folder} is a file, and a folder is needed here. `trainer checkpoint import` makes one of a file of "
+            "Lightning's; ckpt_path= and load_from_checkpoint take such a file itself, if it is on this machine."
         )
     names = [path.name for path in checkpoints_in(place)]
     raise CheckpointError(
