@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.processes import fork_python, run_distributed
+from tests.helpers.processes import fork_python
 from tests.helpers.saving import At, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
@@ -358,36 +358,3 @@ def test_a_hook_that_changes_the_weights_changes_them_in_the_file() -> None:
     shutil.copy(callback.best_model_path, "copy.ckpt")
     assert [*torch.load("copy.ckpt", weights_only=True)["state_dict"]] == ["net.layer.weight", "net.layer.bias"]
     assert equal(Renames.load_from_checkpoint("copy.ckpt"), module)
-
-
-def _save_sharded(strategy: str, folder: str) -> Any:
-    from tests.helpers.strategy_runs import WAYS
-
-    name = next(name for name, way in WAYS.items() if way.strategy == strategy and way.processes == 2)
-    callback = ModelCheckpoint(f"{folder}/{strategy}", "model", single_file=True)
-    trainer = WAYS[name].trainer(max_steps=3, callbacks=[callback], enable_checkpointing=True)
-    trainer.fit(Module(), loader(), ckpt_path=None)
-    trainer.save_checkpoint(f"{folder}/{strategy}.ckpt", single_file=True)
-    again = WAYS[name].trainer(max_steps=5)
-    again.fit(Module(), loader(), ckpt_path=f"{folder}/{strategy}.ckpt")
-    straight = WAYS[name].trainer(max_steps=5)
-    straight.fit(Module(), loader(), ckpt_path=f"{folder}/{strategy}/model")
-    return [one.full_state_dict(everywhere=True) for one in (trainer, again, straight)]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
-def test_processes_that_hold_shards_write_and_read_one_full_file(strategy: str, tmp_path: Path) -> None:
-    from tests.helpers.strategy_runs import WAYS, skip_if_missing
-
-    skip_if_missing(next(name for name, way in WAYS.items() if way.strategy == strategy and way.processes == 2))
-    saved, again, straight = run_distributed(_save_sharded, 2, strategy, str(tmp_path))[0]
-    for file in (f"{strategy}.ckpt", f"{strategy}/model.ckpt"):
-        read = torch.load(tmp_path / file, weights_only=True)
-        assert all(torch.equal(value, saved[name]) for name, value in read["state_dict"].items())
-        state = read["optimizer_states"][0]["state"]
-        assert [one["momentum_buffer"].shape for one in state.values()] == [(1, 4), (1,)]
-    assert all(torch.equal(value, straight[name]) for name, value in again.items())
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(strategy)} == {
-        strategy,
-        f"{strategy}.ckpt",
-    }
