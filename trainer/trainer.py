@@ -1040,8 +1040,7 @@ class Trainer:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the run has started from; None without one."""
-        started_from = self._last.resumed_file or self._last.resumed_from
-        return None if started_from is None else str(started_from)
+        return None if self._last.origin is None else str(self._last.origin)
 
     @property
     def stop_reason(self) -> str | None:

@@ -263,7 +263,7 @@ class Run:
     saving_hooks: CallbackList
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     resumed_from: StoragePath | None = None
-    """The checkpoint that the run has started from."""
+    """The checkpoint that the run has started from: the folder that is read."""
     resumed_file: Path | None = None
     """The file that stands for this checkpoint, if the run was given one."""
     _torn_down = False
@@ -346,6 +346,11 @@ class Run:
     def set_paths(self, run_dir: Path, checkpoint: StoragePath | None, file: Path | None) -> None:
         """Write into this run directory, and start from this checkpoint, which was perhaps given as a file."""
         self.session.run_dir, self.resumed_from, self.resumed_file = run_dir, checkpoint, file
+
+    @property
+    def origin(self) -> StoragePath | None:
+        """The checkpoint that the run has started from, as it is named to users: perhaps a file."""
+        return self.resumed_file or self.resumed_from
 
     def seed_processes(self, seed: int) -> None:
         """Seed the generators, by reader; initial weights are equal on all if the user has given a seed."""
@@ -537,7 +542,7 @@ class NoRun:
     stage: str | None = None
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
-    resumed_file: Path | None = None
+    origin: StoragePath | None = None
     activity = Activity(None)
     loaders = Loaders()
 

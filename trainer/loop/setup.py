@@ -301,7 +301,7 @@ def restore_weights(run: Run, checkpoint: dict[str, Any] | None) -> None:
     if checkpoint is not None:
         with restoring("the weights"):
             load_weights(run.strategy, checkpoint)
-        log.info("restored %s", run.resumed_from)
+        log.info("restored %s", run.origin)
 
 
 def build_layers(run: Run) -> None:

@@ -399,7 +399,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
         )
         return
     rng, of_epoch = checkpoint["rng"][rank], checkpoint["epoch_rng"][rank]["hook"]
-    check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
+    check_rng_state(rng, f"{run.origin}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
     # Loaders that were made for a later epoch begin at their first batch.
