@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
 import os
 import shutil
 from pathlib import Path
@@ -122,6 +125,54 @@ def test_a_training_continues_from_the_file_alone_with_the_same_bits() -> None:
     assert (data.position, second.loaded) == (7, ([1, 2], 1, 7))
     assert trainer.ckpt_path == str(Path("one.ckpt").absolute())
     assert [name for name in os.listdir() if name != "runs"] == ["one.ckpt"]
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = (1, 2)
+
+
+@dataclasses.dataclass
+class Settings:
+    color: Color = Color.RED
+    place: Path = Path("a")
+
+
+def test_hyperparameters_come_back_from_the_file_alone_with_their_classes() -> None:
+    class Described(Toy):
+        def __init__(self, **values: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    values = {"settings": Settings(Color.BLUE), "place": Path("b"), "pair": (1, (2, Path("c"))), "dtype": torch.float16}
+    values |= {"space": argparse.Namespace(color=Color.RED), "nested": {"a": {"b": [Color.RED]}}}
+    trainer = quiet(max_steps=1)
+    trainer.fit(Described(**values), loader())
+    trainer.save_checkpoint("one.ckpt", single_file=True)
+    torch.load("one.ckpt", weights_only=True)
+    assert Described.load_from_checkpoint("one.ckpt").hparams == values
+
+
+def test_a_file_is_as_large_as_its_folder() -> None:
+    class Large(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more, self.tied = torch.nn.Linear(500, 500), torch.nn.Linear(500, 500)
+            self.tied.weight = self.more.weight
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) + self.tied(self.more(torch.ones(2, 500))).mean()
+
+    callback = ModelCheckpoint("kept", "model", single_file=True)
+    fit([callback], module=Large())
+    folder = sum(file.stat().st_size for file in os.scandir("kept/model"))
+    assert os.path.getsize(callback.best_model_path) < folder * 1.1
+    shutil.copy(callback.best_model_path, "copy.ckpt")
+    loaded = Large.load_from_checkpoint("copy.ckpt")
+    assert loaded.tied.weight is loaded.more.weight
 
 
 def test_evaluations_and_load_from_checkpoint_read_the_file() -> None:

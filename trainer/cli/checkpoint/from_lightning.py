@@ -26,7 +26,7 @@ _Imported = tuple[dict[str, Any], dict[str, Any], str]
 
 INSTEAD = (
     "Where you trust it, in the environment that wrote it: torch.save({'state_dict': torch.load(path, "
-    "weights_only=False)['state_dict']}, 'weights.ckpt'), and import that file."
+    "weights_only=False)['state_dict']}, 'weights.ckpt'), and give that file."
 )
 TAKEN = (
     *("state_dict", "hyper_parameters", "hparams", "datamodule_hyper_parameters", "epoch", "global_step", "loops"),
@@ -135,7 +135,7 @@ def _hyperparameters(read: Mapping[str, Any], own: Mapping[str, Any], left: list
     kinds = {**own.get("kinds", {})}
     for owner, stored in kept.items():
         found = kinds_of_hyperparameters({name: given[owner][name] for name in stored})
-        kinds[owner] = {**kinds.get(owner, {}), **found}
+        kinds[owner] = found | kinds.get(owner, {})
     names = {"module": read.get("hparams_name", "kwargs"), "data": read.get("datamodule_hparams_name", "kwargs")}
     in_one = {owner: name for owner, name in names.items() if name != "kwargs" and owner in kept}
     return {**({"arguments": in_one} if in_one else {}), **own, **kept, "kinds": kinds}
