@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
-from trainer.checkpoint.lightning_file import file_of, is_beside, runs_as_lightning
+from trainer.checkpoint.lightning_file import file_of, is_beside, runs_as_lightning, writes_file
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
@@ -94,7 +94,8 @@ class ModelCheckpoint(Checkpoint):
             weights.
         single_file: also write one file in Lightning's shape beside the folder, `<name>.ckpt`, for programs that read,
             copy or delete checkpoints as files. `best_model_path` and the other paths are then the file's. Default:
-            True in a process that runs as Lightning. Rank 0 holds the full state in memory while it writes the file.
+            in a process that runs as Lightning, if the place is not a URL. Rank 0 holds the full state in memory while
+            it writes the file.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -134,13 +135,10 @@ class ModelCheckpoint(Checkpoint):
             problems.append("give one of every_n_train_steps, every_n_epochs, train_time_interval to a callback.")
         if monitor is None and save_top_k > 1 and mode is not None:
             problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
-        self.single_file = runs_as_lightning() if single_file is None else single_file
-        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
-        if self.single_file and "://" in (self.dirpath or ""):
-            problems.append(
-                f"dirpath={self.dirpath!r}: single files are written on a disk only: give single_file=False."
-            )
         raise_problems(problems, "ModelCheckpoint's arguments")
+        place = None if dirpath is None else kept_storage_path(dirpath, "dirpath")
+        self.dirpath = None if place is None else str(place)
+        self.single_file = writes_file(single_file, place)
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
@@ -366,6 +364,10 @@ class ModelCheckpoint(Checkpoint):
             self._finish_write(trainer)
         if self._checkpoints.listed.step == trainer.global_step:
             self._unsaved = None
+        if runs_as_lightning() and not self.single_file and trainer.is_global_zero:
+            log.warning(
+                "%s has folders alone. ModelCheckpoint(single_file=True) also writes files, on a disk.", self._folder
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":

@@ -368,7 +368,8 @@ class Trainer:
             storage_options: not supported; fsspec reads the options of a URL from its configuration file.
             info: your own data, for `trainer checkpoint list` and the like.
             single_file: write one file in Lightning's shape in place of the folder, replacing a file that is there.
-                Default: True in a process that runs as Lightning. A training continues from it as from the folder.
+                Default: in a process that runs as Lightning, unless at a URL. A training continues from it as from the
+                folder.
 
         Raises:
             ConfigError: an argument is of another type, `storage_options` is given, or a single file has a URL.

@@ -389,6 +389,34 @@ def test_a_url_is_refused_for_a_file() -> None:
         trainer.save_checkpoint("memory://bucket/one.ckpt", single_file=True)
 
 
+def test_a_process_that_runs_as_lightning_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_AS_LIGHTNING", "1")
+    trainer = quiet(max_epochs=1, enable_checkpointing=True)
+    trainer.fit(module := Toy(), loader())
+    best = trainer.checkpoint_callback.best_model_path
+    assert torch.load(best)["state_dict"].keys() == module.state_dict().keys()
+    shutil.copy(best, "copy.ckpt")
+    with open(best, "rb") as file:
+        assert file.read() == Path("copy.ckpt").read_bytes()
+    assert trainer.test(dataloaders=loader()) == quiet().test(Toy(), loader(), ckpt_path="copy.ckpt")
+    trainer.save_checkpoint("one")
+    os.remove("one")
+    trainer.save_checkpoint("folder", single_file=False)
+    assert os.path.isdir("folder")
+
+
+def test_where_it_has_folders_alone_the_end_names_the_argument(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRAINER_AS_LIGHTNING", "1")
+    callback = ModelCheckpoint("memory://bucket/alone")
+    trainer = fit([callback])
+    assert callback.best_model_path.startswith("memory://bucket/alone/")
+    assert "ModelCheckpoint(single_file=True)" in caplog.text
+    trainer.save_checkpoint("memory://bucket/saved")
+    assert Toy.load_from_checkpoint("memory://bucket/saved")
+
+
 def test_a_dry_run_writes_no_file() -> None:
     callback = ModelCheckpoint("kept", single_file=True)
     quiet(fast_dev_run=True, callbacks=[callback], enable_checkpointing=True).fit(Toy(), loader())

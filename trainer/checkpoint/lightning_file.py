@@ -7,6 +7,7 @@ so that a training continues here from the file alone as it does from the folder
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -34,9 +35,10 @@ from trainer.checkpoint.disk import (
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hook_checkpoint import ADDED
 from trainer.checkpoint.manifest import FILE_RECORD, read_manifest
+from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_path, read_small_file
 from trainer.checkpoint.writing import serialize_state
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
 SUFFIX = ".ckpt"
@@ -46,7 +48,6 @@ LIGHTNING_VERSION = "2.6.6"
 _READER = "trainer.cli.checkpoint.from_lightning"
 """The program that reads a file with the restricted unpickler and writes it as a folder."""
 
-_CHUNK = 16 << 20
 Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
 Save = Callable[[dict[str, Any], Path], None]
@@ -56,6 +57,19 @@ Save = Callable[[dict[str, Any], Path], None]
 def runs_as_lightning() -> bool:
     """Whether the programs of this process were written for Lightning, and expect its files."""
     return "TRAINER_AS_LIGHTNING" in os.environ
+
+
+def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:
+    """Whether a single file is written for a checkpoint: by default in a process that runs as Lightning, on a disk.
+
+    Raises:
+        ConfigError: a file is asked for at a URL.
+    """
+    if single_file and isinstance(place, RemotePath):
+        raise ConfigError(
+            f"single_file=True: {place} is a URL, and a single file is written on a disk only. Leave it out."
+        )
+    return runs_as_lightning() and not isinstance(place, RemotePath) if single_file is None else single_file
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -226,12 +240,9 @@ def link_last(folder: StoragePath) -> None:
 
 
 def _entry_of(file: Path) -> FileEntry:
-    digest, size = new_digest(), 0
+    new: Any = new_digest  # typeshed asks for more of a digest than is needed
     with open(file, "rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(size, digest.hexdigest())
+        return FileEntry(os.fstat(opened.fileno()).st_size, hashlib.file_digest(opened, new).hexdigest())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks, saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
-from trainer.checkpoint.lightning_file import lightning_entries, runs_as_lightning, save_file, write_beside
+from trainer.checkpoint.lightning_file import lightning_entries, save_file, write_beside, writes_file
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
@@ -35,7 +35,7 @@ from trainer.data.datamodule import DataModule, state_of_data
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import CheckpointError, ConfigError, printable, restoring
+from trainer.errors import CheckpointError, printable, restoring
 from trainer.fault_tolerance.stop import exit_code
 from trainer.guards.host_times import SAVING
 from trainer.loop.callback_list import CallbackList
@@ -598,14 +598,10 @@ def writer_to(
     Raises:
         ConfigError: a single file would have a URL.
     """
-    if not (runs_as_lightning() if single_file is None else single_file):
+    file = as_storage_path(path)
+    if not writes_file(single_file, file) or not isinstance(file, Path):
         yield lambda state, about: write_checkpoint(path, state, info=about, process_group=group)
         return
-    file = as_storage_path(path)
-    if not isinstance(file, Path):
-        raise ConfigError(
-            f"save_checkpoint: a single file is written on a disk only, not to {file}: single_file=False."
-        )
     near = Path(run.strategy.processes.broadcast_object(str(temporary_path_for(file))))
 
     def write(state: dict[str, Any], about: dict[str, Any]) -> None:
