@@ -35,7 +35,6 @@ from trainer.checkpoint.disk import (
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hook_checkpoint import ADDED
 from trainer.checkpoint.manifest import FILE_RECORD, read_manifest
-from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_path, read_small_file
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, ConfigError
@@ -65,11 +64,12 @@ def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:
     Raises:
         ConfigError: a file is asked for at a URL.
     """
-    if single_file and isinstance(place, RemotePath):
+    is_url = place is not None and not isinstance(place, Path)
+    if single_file and is_url:
         raise ConfigError(
             f"single_file=True: {place} is a URL, and a single file is written on a disk only. Leave it out."
         )
-    return runs_as_lightning() and not isinstance(place, RemotePath) if single_file is None else single_file
+    return runs_as_lightning() and not is_url if single_file is None else single_file
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
