@@ -85,6 +85,7 @@ def test_what_is_taken_of_a_file_and_what_is_left_is_reported() -> None:
         "Data": {"position": 3},
         "ema_state_dict": {"weight": torch.ones(1)},
         "object": b"abc",
+        "nothing": [],
         "callbacks": {},
         "loops": {},
         "pytorch-lightning_version": "2.6",
@@ -94,7 +95,7 @@ def test_what_is_taken_of_a_file_and_what_is_left_is_reported() -> None:
     assert said.endswith("not taken: hyperparameter raw (a bytes), object")
     state = read_checkpoint("new")
     assert state["added"]["Data"] == {"position": 3}
-    assert [*state["added"]] == ["Data", "ema_state_dict"]
+    assert [*state["added"]] == ["Data", "ema_state_dict", "nothing"]
     stored = state["hyperparameters"]
     of_module = {"folder": "a/b", "rate": 0.5, "shape": (1, 2), "kind": "float32"}
     of_names = {"folder": "path", "shape": "Size", "kind": "dtype"}

@@ -283,8 +283,8 @@ def as_folder(path: Given) -> Iterator[Given | Path]:
         yield beside
         return
     with _folder_near(file) as near:
-        import_file(file, near / file.name)
-        yield near / file.name
+        import_file(file, folder := near / "checkpoint")
+        yield folder
 
 
 def _was_written_of(file: Path, folder: StoragePath) -> bool:

@@ -602,17 +602,18 @@ def writer_to(
     if not writes_file(single_file, file) or not isinstance(file, Path):
         yield lambda state, about: write_checkpoint(path, state, info=about, process_group=group)
         return
-    near = Path(run.strategy.processes.broadcast_object(str(temporary_path_for(file))))
+    processes = run.strategy.processes
+    near = file.with_name(processes.broadcast_object(temporary_path_for(file).name))
 
     def write(state: dict[str, Any], about: dict[str, Any]) -> None:
-        write_checkpoint(near / file.name, state, info=about, process_group=group)
-        if run.strategy.processes.is_global_zero:
-            save_file({**_lightning_entries(run, near / file.name), "epoch": run.progress.epoch}, file)
+        write_checkpoint(near / "checkpoint", state, info=about, process_group=group)
+        if processes.is_global_zero:
+            save_file({**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}, file)
 
     try:
         yield write
     finally:
-        if run.strategy.processes.is_global_zero:
+        if processes.is_global_zero:
             shutil.rmtree(near, ignore_errors=True)
 
 

@@ -76,7 +76,7 @@ def convert(file: str, out: str, force: bool) -> str:
         f"{out}: {len(state['model'])} weights and {of_module + of_data} hyperparameters, of epoch "
         f"{info['epoch']}, step {info['step']}",
         f"for Module.load_from_checkpoint({out!r})",
-        continues.format(out),
+        continues.replace("OUT", repr(out)),
         f"not taken: {', '.join(left) or 'nothing'}",
     ]
     return "\n".join(lines)
@@ -94,7 +94,7 @@ def _of_lightning(read: Mapping[str, Any]) -> _Imported:
         words = f"a training starts again with these weights: {error}"
         return weights_alone(asdict(Progress(**info))), {**info, "weights_only": True}, words
     words = (
-        f"or fit(ckpt_path={{!r}}): with the states of all optimizers ({len(state['optimizers'])}) and schedulers "
+        f"or fit(ckpt_path=OUT): with the states of all optimizers ({len(state['optimizers'])}) and schedulers "
         f"({len(state['schedulers'])}); the order of the samples is another"
     )
     return state, info, words
@@ -110,7 +110,7 @@ def _of_this_package(read: Mapping[str, Any], own: Mapping[str, Any]) -> _Import
     state = {}
     for key, one in own["entries"].items():
         state[key] = deserialize(one["data"], partial(_tensor_of, one["tensors"]), f"{OWN}, {key!r:.100}")
-    return state, {**own["info"], "step": read["global_step"], "epoch": read["epoch"]}, "or fit(ckpt_path={!r})"
+    return state, {**own["info"], "step": read["global_step"], "epoch": read["epoch"]}, "or fit(ckpt_path=OUT)"
 
 
 def _tensor_of(tensors: Mapping[str, Any], info: TensorInfo) -> Any:
@@ -147,7 +147,7 @@ def _added(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
 
     added = {}
     for name, value in read.items():
-        if name in TAKEN + OF_THE_FILE or not _is_something(value):
+        if name in TAKEN + OF_THE_FILE:
             continue
         try:
             serialize(value, name)
@@ -170,10 +170,6 @@ def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, 
         except CheckpointError:
             left.append(f"hyperparameter {name} (a {type(value).__name__})")
     return stored
-
-
-def _is_something(value: Any) -> bool:
-    return not isinstance(value, (type(None), dict, list, tuple, str)) or bool(value)
 
 
 def _check(read: Mapping[str, Any]) -> None:
