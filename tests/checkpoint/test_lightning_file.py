@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import math
 import os
 import shutil
+from collections import Counter, defaultdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,6 +155,33 @@ def test_hyperparameters_come_back_from_the_file_alone_with_their_classes() -> N
     trainer.save_checkpoint("one.ckpt", single_file=True)
     torch.load("one.ckpt", weights_only=True)
     assert Described.load_from_checkpoint("one.ckpt").hparams == values
+
+
+def test_what_a_folder_can_have_comes_back_from_the_file_alone() -> None:
+    kept: dict[str, Any] = {"array": np.arange(3.0), "number": np.float32(0.5), "pair": (1, {2: "b"}), "nothing": None}
+    kept |= {"counts": Counter("aab"), "numbers": defaultdict(int, a=1), "lists": defaultdict(list), "odd": math.inf}
+
+    class Adds(Toy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["kept"] = kept
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert np.array_equal(checkpoint["kept"].pop("array"), kept["array"])
+            assert checkpoint["kept"] == {name: value for name, value in kept.items() if name != "array"}
+            kinds = [dict if type(value) is defaultdict else type(value) for value in kept.values()]
+            assert [*map(type, checkpoint["kept"].values())] == kinds[1:]
+            self.checked = True
+
+    trainer = quiet(max_steps=1, callbacks=[Counts()])
+    trainer.fit(Adds(), loader())
+    trainer.save_checkpoint("one.ckpt", single_file=True)
+    assert Adds.load_from_checkpoint("one.ckpt").checked
+
+
+def test_values_that_only_hold_what_they_are_given_are_read() -> None:
+    values = {"a": timedelta(3), "b": {1, 2}, "c": frozenset([1]), "d": range(3), "e": torch.float16, "f": Path("a")}
+    torch.save({"state_dict": Toy().state_dict(), **values}, "one.ckpt")
+    assert quiet().test(Toy(), loader(), ckpt_path="one.ckpt")
 
 
 def test_a_file_is_as_large_as_its_folder() -> None:

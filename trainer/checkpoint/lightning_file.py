@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,9 +67,7 @@ def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:
     """
     is_url = place is not None and not isinstance(place, Path)
     if single_file and is_url:
-        raise ConfigError(
-            f"single_file=True: {place} is a URL, and a single file is written on a disk only. Leave it out."
-        )
+        raise ConfigError(f"single_file=True: {place} is a URL, and a single file is written on a disk only.")
     return runs_as_lightning() and not is_url if single_file is None else single_file
 
 
@@ -107,7 +106,14 @@ def lightning_entries(folder: StoragePath, data_name: str = "", callbacks: Colle
         entries[data_name or "data"] = state["data"]
     keys = serialize_state({key: value for key, value in state.items() if key != "model"})
     own = {key: {"data": one.data, "tensors": one.tensors} for key, one in keys.items()}
-    return {**entries, **state.get(ADDED, {}), OWN: {"info": info, "entries": own}}
+    return {**_readable(entries | state.get(ADDED, {})), OWN: {"info": info, "entries": own}}
+
+
+def _readable(value: Any) -> Any:
+    """Return nested data with dicts in place of defaultdicts, which no restricted unpickler of torch's reads."""
+    if type(value) in (dict, defaultdict):
+        return {key: _readable(one) for key, one in value.items()}
+    return type(value)(map(_readable, value)) if type(value) in (list, tuple) else value
 
 
 def _name_of_all(kept: Mapping[str, Any], owner: str) -> str:
@@ -160,11 +166,8 @@ def _counted(number: int, stages: tuple[str, ...]) -> dict[str, dict[str, int]]:
 
 def _batches(total: int, current: int, is_last: bool) -> dict[str, Any]:
     stages = ("ready", "completed", "started", "processed")
-    return {
-        "total": dict.fromkeys(stages, total),
-        "current": dict.fromkeys(stages, current),
-        "is_last_batch": is_last,
-    }
+    both = {"total": dict.fromkeys(stages, total), "current": dict.fromkeys(stages, current)}
+    return {**both, "is_last_batch": is_last}
 
 
 def save_file(checkpoint: dict[str, Any], path: Path) -> None:

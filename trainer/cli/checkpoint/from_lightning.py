@@ -1,8 +1,8 @@
 """`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
 The file is a pickle. It is read by torch's restricted unpickler, which makes tensors, plain data, paths and numpy's
-numbers and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`. So are files
-that `fit(ckpt_path=...)` and `load_from_checkpoint` are given.
+numbers and arrays, and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`. So
+are files that `fit(ckpt_path=...)` and `load_from_checkpoint` are given.
 """
 
 from __future__ import annotations
@@ -211,21 +211,22 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _harmless() -> list[Any]:
-    """Return the classes besides torch's that may be made from a file: classes of paths, and of numpy's numbers.
+    """Return the classes besides torch's that may be made from a file: all that a checkpoint here can have.
 
     They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
     versions call differently, and becomes one of this machine.
     """
     import pathlib
+    from datetime import timedelta
 
     import numpy as np
 
     kinds = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     paths = [(pathlib.Path, f"{module}.{kind}") for module in ("pathlib", "pathlib._local") for kind in kinds]
     numbers = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?")]
-    scalar = np.float64(0).__reduce__()[0]
-    names = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-    return [*paths, *names, np.dtype, *numbers]
+    makers = {"scalar": np.float64(0).__reduce__()[0], "_reconstruct": np.zeros(0).__reduce__()[0]}
+    names = [(make, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core") for name, make in makers.items()]
+    return [*paths, *names, np.dtype, np.ndarray, *numbers, timedelta, range, set, frozenset]
 
 
 def _cause(message: str) -> str:
