@@ -4,12 +4,12 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
-from tests.messages import raises_recorded
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError
+from trainer.hyperparameters import LEFT_OUT
 
 
 class Mine(DataModule):
@@ -34,18 +34,19 @@ def test_everything_has_a_default() -> None:
     assert module.hparams == {}
 
 
-def test_hyperparameters() -> None:
+def test_hyperparameters(caplog: pytest.LogCaptureFixture) -> None:
     module = Mine(batch_size=8, data=object())
     assert module.hparams == {"batch_size": 8, "name": "x"}
     assert module.train_dataloader() == [8]
     assert Mine().hparams is not Mine().hparams
 
-    class Bad(DataModule):
+    class Other(DataModule):
         def __init__(self, path: object) -> None:
             self.save_hyperparameters("path")
 
-    with raises_recorded(ConfigError):
-        Bad(object())
+    other = Other(object())
+    assert "Other: the hyperparameters path (object) are not data" in caplog.text
+    assert other.hyperparameters_to_store() == ({}, {"path": LEFT_OUT})
 
 
 def test_trainer_is_there_only_inside_a_run() -> None:
