@@ -67,6 +67,7 @@ from trainer.runs.run_directory import (
     noted_end,
     of_rank_zero,
     refuse_weights_alone,
+    share_dirpaths,
 )
 from trainer.runs.save_pretrained import gather_to_save
 from trainer.runs.terminal import columns_of, wrapped
@@ -162,6 +163,8 @@ def start_processes(config: ResolvedConfig) -> None:
     number, restarts = config.num_processes, config.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
+            for logger in config.loggers:
+                logger.folder_of_files.tell_children()
             launch_processes(number, restarts, config.device_type)
     elif restarts > max_restarts() and detect_environment().rank == 0:
         log.warning("max_restarts=%d has no effect here: give torchrun --max-restarts %d", restarts, restarts)
@@ -188,6 +191,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
     run.set_paths(run_dir, path)
+    share_dirpaths(run)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
     run.set_paths(run_dir, path)
