@@ -344,7 +344,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for new loaders. Collective."""
     run.loaders.close()
     with run.loader_epochs.asking():
-        make_loaders(run, data)
+        make_loaders(run, data, keeps_val=not run.loader_epochs.validate(run.settings.check_val_every_n_epoch))
     assert run.train_loader is not None
     run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
     split_batches(run)
