@@ -602,6 +602,7 @@ CODECS: dict[str, _Codec] = {
     ),
     "omegaconf": _Codec(_content_of_omegaconf, _omegaconf, _flags),
     "dataclass": _Codec(_fields_of, _dataclass, _full_name),
+    "left out": _Codec(lambda value: value),  # a tensor that was imported with a checkpoint of Lightning's
 }
 _BY_CLASS: dict[type, str] = {
     type(Path()): "path",

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -176,17 +177,14 @@ class _Deserializer:
         return known[content[0]], content[1]
 
     def _kind(self, content: list[Any], depth: int) -> Any:
-        if len(content) != 3 or content[0] not in KINDS:
-            raise self._malformed("$kind")
-        codec, (value, detail) = CODECS[content[0]], [self.decode(one, depth) for one in content[1:]]
-        try:
+        with suppress(TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
+            name, *stored = content
+            codec = CODECS[KINDS[KINDS.index(name)]]
+            value, detail = [self.decode(one, depth) for one in stored]
             made = codec.make(value, detail, object)
-            is_written_so = [codec.content(made), codec.detail(made)] == [value, detail] and are_items(made)
-        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
-            is_written_so = False
-        if not is_written_so:
-            raise self._malformed("$kind")
-        return made
+            if [codec.content(made), codec.detail(made)] == [value, detail] and are_items(made):
+                return made
+        raise self._malformed("$kind")
 
     def _array(self, content: dict[str, Any], depth: int) -> Any:
         if content.get("dtype") not in [*NUMPY_NUMBERS]:

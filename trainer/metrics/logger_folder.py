@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.arguments import local_path, optional_path
+
+T = TypeVar("T")
 
 
 class LoggerFolder:
@@ -63,13 +66,13 @@ class LoggerFolder:
     def announce(self) -> None:
         """Choose the folder of the next run, so that its name can be read before the run."""
         if self.depends_on_files and not self.chosen:
-            given = os.environ.pop(self._variable, None)
-            self.number = self._next_number() if given is None else int(given) if given.isdecimal() else None
+            told = os.environ.pop(self._variable, None)
+            self.number = int(told) if told else self._next_number()
             self.chosen = self.announced = True
 
     def tell_children(self) -> None:
         """Have the processes that this one starts announce the same folder, although there may be files by then."""
-        if self.announced:
+        if self.announced and self.number is not None:
             os.environ[self._variable] = str(self.number)
 
     @property
@@ -77,16 +80,16 @@ class LoggerFolder:
         """The environment variable with the announced version."""
         return f"TRAINER_VERSION_OF_{self.files}_IN_{self._numbered(None).absolute()}"
 
-    def earlier(self, path: str | Path) -> dict[int | None, Path]:
-        """Return the places that earlier runs had for a path in the announced folder, by version, the newest first."""
-        own, path = self._numbered(self.number).absolute(), Path(path).absolute()
-        if not self.announced or not path.is_relative_to(own):
-            return {}
-        return {number: self._numbered(number) / path.relative_to(own) for number in reversed(self._numbers())}
+    def earlier(self, paths: Mapping[T, str | Path]) -> Iterator[dict[T, Path]]:
+        """Yield the places that paths in the announced folder had in each earlier run, of the newest run first."""
+        own = self._numbered(self.number).absolute()
+        for number in reversed(self._numbers()) if self.announced else ():
+            moved = {one: os.path.relpath(path, own) for one, path in paths.items()}
+            yield {one: self._numbered(number) / path for one, path in moved.items() if ".." not in Path(path).parts}
 
     def _next_number(self) -> int | None:
-        numbers = self._numbers()
-        return (numbers[-1] or 0) + 1 if numbers else 0 if self.name else None
+        first, taken = 0 if self.name else None, self._numbers()
+        return (taken[-1] or 0) + 1 if taken else first
 
     def _numbers(self) -> list[int | None]:
         """Return the versions that earlier runs have taken. Without a name, the folder may hold what is not of them."""

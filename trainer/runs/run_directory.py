@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
+from trainer.callback import Checkpoint
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory
@@ -146,7 +147,8 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
 
 def find_after_restart(run: Run, former: str) -> StoragePath | None:
     """Return the newest checkpoint of an earlier attempt at this run, whose run directory is `former`; or None."""
-    for folder in [*_dirpaths(run), *_earlier_dirpaths(run), Path(former) / CHECKPOINTS]:
+    earlier = chain.from_iterable(one.values() for one in _earlier_dirpaths(run))
+    for folder in [*_dirpaths(run), *earlier, Path(former) / CHECKPOINTS]:
         found = _resolve(folder, "last")
         # A dirpath may contain checkpoints of older runs.
         if found is not None and _absolute(saved_run_dir(found), run.settings) == Path(former):
@@ -216,24 +218,21 @@ def _dirpaths(run: Run) -> list[StoragePath]:
     return [as_storage_path(one.dirpath) for one in run.checkpoint_callbacks if one.dirpath is not None]
 
 
-def _earlier_dirpaths(run: Run) -> list[StoragePath]:
-    """Return the folders of the ModelCheckpoints in earlier runs, where they are in folders of a logger's versions.
+def _earlier_dirpaths(run: Run) -> Iterator[dict[Checkpoint, Path]]:
+    """Yield the folders of the ModelCheckpoints in earlier runs, where they are in the folder of a logger's version.
 
     In `dirpath=f"{logger.log_dir}/checkpoints"` each start of the program has the number of the next version.
     """
-    pairs = [(folder, path) for folder in _logger_folders(run).values() for path in _dirpaths(run)]
-    return [place for folder, path in pairs for place in folder.earlier(str(path)).values()]
+    dirpaths = {one: one.dirpath for one in run.checkpoint_callbacks if one.dirpath is not None}
+    for logger in run.loggers:
+        yield from logger.folder_of_files.earlier(dirpaths)
 
 
 def _write_beside(run: Run, found: StoragePath) -> None:
-    """Have ModelCheckpoints whose folders are a logger's next version continue in the version of a found checkpoint."""
-    given = [one for one in run.checkpoint_callbacks if one.dirpath is not None]
-    for folder in _logger_folders(run).values():
-        places = [folder.earlier(str(one.dirpath)) for one in given]
-        number = [number for of_one in places for number, place in of_one.items() if place == found.parent]
-        for one, of_one in zip(given, places, strict=True):
-            if number and number[0] in of_one:
-                one.dirpath = str(of_one[number[0]])
+    """Have ModelCheckpoints whose folders are in a logger's next version continue in the version of a checkpoint."""
+    for folders in _earlier_dirpaths(run):
+        for callback, folder in folders.items() if found.parent in folders.values() else ():
+            callback.dirpath = str(folder)
 
 
 def share_dirpaths(run: Run) -> None:
@@ -247,11 +246,6 @@ def share_dirpaths(run: Run) -> None:
         callback.dirpath = dirpath
 
 
-def _logger_folders(run: Run) -> dict[str, LoggerFolder]:
-    """Return the folders of the loggers that write files, by the loggers' names."""
-    return {name: logger.place for name, logger in named(run.loggers) if logger.place is not None}
-
-
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
     """Return the folders that may contain checkpoints of this run, the likeliest first.
 
@@ -263,7 +257,7 @@ def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
         of_run = [run.session.named_run / CHECKPOINTS]
     else:
         of_run = [run / CHECKPOINTS for run in reversed(versions(run.settings.root))]
-    of_run = [*_earlier_dirpaths(run), *of_run]
+    of_run = [*chain.from_iterable(one.values() for one in _earlier_dirpaths(run)), *of_run]
     if not best:
         return [*_dirpaths(run), *of_run]
     choosing = [one.dirpath for one in run.checkpoint_callbacks if one.monitor is not None]
@@ -325,10 +319,10 @@ def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
     Raises:
         ConfigError: two would write the same files.
     """
-    folders = _logger_folders(run)
+    folders = {name: logger.place for name, logger in named(run.loggers) if logger.place is not None}
     twice = _begin_folders(run, folders) if run.strategy.processes.is_global_zero else None
     numbers = {name: folder.number for name, folder in folders.items()}
-    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit" or _is_in_former_dir(run))
+    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit" or _is_former_run(run))
     numbers, twice, goes_on = run.strategy.processes.broadcast_object((numbers, twice, goes_on))
     if twice is not None:
         raise ConfigError(f"two loggers would write the same files: give {twice} a separate folder (save_dir=...).")
@@ -336,10 +330,10 @@ def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
         folder.number, folder.chosen, folder.announced, folder.goes_on = numbers.get(name), True, False, goes_on
 
 
-def _is_in_former_dir(run: Run) -> bool:
-    """Whether the run has the run directory of its checkpoint, also without "last": after a failure, or requeued."""
-    former = None if run.resumed_from is None else _run_dir_of(run.resumed_from, run.settings)
-    return former is not None and former.absolute() == run.session.run_dir.absolute()
+def _is_former_run(run: Run) -> bool:
+    """Whether the run has its checkpoint's run directory without "last": it was started again, or requeued."""
+    assert run.resumed_from is not None
+    return _absolute(saved_run_dir(run.resumed_from), run.settings) == run.session.run_dir.absolute()
 
 
 def _begin_folders(run: Run, folders: Mapping[str, LoggerFolder]) -> str | None:
@@ -401,12 +395,10 @@ def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
 
     A checkpoint may come from a stranger, so its content must not decide where files are written.
     """
-    if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
-        beside: Path | None = checkpoint.parent.parent
-        if beside in versions(settings.root):
-            return beside
-    else:
-        beside = None
+    is_beside = isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS
+    beside = Path(str(checkpoint.parent.parent)) if is_beside else None
+    if beside in versions(settings.root):
+        return beside
     try:
         path = _absolute(saved_run_dir(checkpoint), settings)
         inside = path.parent.resolve() == settings.root.resolve()

@@ -73,7 +73,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     """
     from trainer.checkpoint.writing import write_checkpoint
     from trainer.cli.checkpoint.lightning_training import training_of
-    from trainer.hyperparameters import LEFT_OUT, encoded_hyperparameters
+    from trainer.hyperparameters import encoded_hyperparameters
 
     read = _read(file)
     _check(read)
@@ -83,14 +83,7 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
         "data": read.get("datamodule_hyper_parameters"),
     }
     kept = {owner: _storable(values, no_data) for owner, values in given.items() if values}
-    kinds = {
-        owner: {
-            name: kind
-            for name, kind in encoded_hyperparameters(given[owner])[1].items()
-            if kind != LEFT_OUT or name not in stored
-        }
-        for owner, stored in kept.items()
-    }
+    kinds = {owner: encoded_hyperparameters(given[owner])[1] for owner in kept}
     state = {"model": weights, "hyperparameters": {**kept, "kinds": kinds}}
     progress: dict[str, Any] = {"epoch": read.get("epoch", 0), "step": read.get("global_step", 0)}
     try:
