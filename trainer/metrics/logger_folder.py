@@ -40,7 +40,7 @@ class LoggerFolder:
         self.number: int | None = None
         """The version of the run, if none was given; None: the files are in `save_dir` itself."""
         self.chosen = self.announced = self.goes_on = False
-        """Whether the number stands for a run, or is only announced for the next one; whether a run is continued."""
+        """True once the number is that of a run; of the next run, which has not begun; and if a run is continued."""
 
     @property
     def depends_on_files(self) -> bool:

@@ -242,8 +242,9 @@ def share_dirpaths(run: Run) -> None:
     """
     dirpaths = [None if one.dirpath is None else str(one.dirpath) for one in run.checkpoint_callbacks]
     shared = run.strategy.processes.broadcast_object(dirpaths)
-    for callback, dirpath in zip(run.checkpoint_callbacks, shared, strict=False):
-        callback.dirpath = dirpath
+    for callback, own, dirpath in zip(run.checkpoint_callbacks, dirpaths, shared, strict=False):
+        if own != dirpath:
+            callback.dirpath = dirpath
 
 
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
