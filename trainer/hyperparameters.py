@@ -56,7 +56,9 @@ class Hyperparameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(
+                f"no hyperparameter {name!r}; there are: {', '.join(map(str, self)) or 'none'}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -82,9 +84,9 @@ class HasHyperparameters:
         Values that are not data are left out. A warning names each of them once.
         """
         stored, kinds, problems = encoded_hyperparameters(self.hparams)
-        reported = self.__dict__.setdefault("_hparams_left_out", set())
+        reported = self.__dict__.get("_hparams_left_out", ())
         left_out = [name for name in problems if name not in reported]
-        reported.update(left_out)
+        self.__dict__["_hparams_left_out"] = (*reported, *left_out)
         if left_out and os.environ.get("RANK", "0") == "0":
             log.warning(
                 "%s: the hyperparameters %s are not data, so checkpoints do not contain them: give them to "
@@ -303,7 +305,9 @@ def constructor_arguments(
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
     if (defaults := [name for name in own if name not in arguments]) and not partial:
-        words = "%s: the checkpoint does not contain %s, so __init__ uses its default: give it to load_from_checkpoint"
+        words = (
+            "%s: the checkpoint does not contain %s, so __init__ uses its defaults: give them to load_from_checkpoint"
+        )
         log.warning(words, owner.__name__, ", ".join(defaults))
     return arguments
 

@@ -78,7 +78,7 @@ class LoggerFolder:
     @property
     def _variable(self) -> str:
         """The environment variable with the announced version."""
-        return f"TRAINER_VERSION_OF_{self.files}_IN_{self._numbered(None).absolute()}"
+        return f"TRAINER_VERSION_OF {self.files} {self._numbered(None).absolute()}"
 
     def earlier(self, paths: Mapping[T, str | Path]) -> Iterator[dict[T, Path]]:
         """Yield the places that paths in the announced folder had in each earlier run, of the newest run first."""
