@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -268,7 +269,7 @@ def constructor_arguments(
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
+        kinds: the kinds of the values, from `encoded_hyperparameters`; None: use the annotations.
         partial: arguments without a default may be missing.
 
     Raises:
@@ -279,24 +280,17 @@ def constructor_arguments(
     for name, kind in (kinds or {}).items():
         if name in stored and name not in given:
             stored[name] = as_given(stored[name], kind, owner, name)
-    left_out = [name for name, kind in (kinds or {}).items() if kind == LEFT_OUT and name not in stored]
-    own, wholes = own_and_inside([*stored, *left_out], inside)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    own = [name for name in own if takes_any or name in signature.parameters]
-    arguments = {name: stored[name] for name in own if name in stored}
+    own, wholes = own_and_inside({**stored, **(kinds or {})}, inside)  # also the names of those that are left out
+    takes_any = inspect.Parameter.VAR_KEYWORD in {one.kind for one in signature.parameters.values()}
+    arguments = {name: stored[name] for name in own if name in stored and (takes_any or name in signature.parameters)}
     if kinds is None:
         arguments = as_annotated(owner, arguments)
-    known, missing = {**stored, **given}, list[str]()
-    for argument, names in wholes.items():
-        unknown = [name for name in names if name not in known and argument not in given]
-        missing += [f"{name} (inside of {argument})" for name in unknown]
-        if not unknown:
-            arguments[argument] = _in_one({name: known[name] for name in names if name in known}, owner, argument)
-    entered = {name for names in wholes.values() for name in names}.difference(own)
-    arguments |= {name: value for name, value in given.items() if name not in entered}
+    made, missing = _made_wholes(wholes, {**stored, **given}, owner) if wholes else ({}, {})
+    entered = {*chain.from_iterable(wholes.values())}.difference(own)
+    arguments |= made | {name: value for name, value in given.items() if name not in entered}
     try:
-        if missing and not partial:
-            raise TypeError(f"missing {first_of(missing)}")
+        if {*missing} - {*given} and not partial:
+            raise TypeError(f"missing {first_of(chain.from_iterable(missing.values()))}")
         _bound(owner, arguments, partial)
     except TypeError as error:
         raise CheckpointError(
@@ -304,12 +298,28 @@ def constructor_arguments(
             f"{error}. Give missing ones by keyword, load_from_checkpoint(path, name=value); to have them stored, call "
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
-    if (defaults := [name for name in own if name not in arguments]) and not partial:
-        words = (
-            "%s: the checkpoint does not contain %s, so __init__ uses its defaults: give them to load_from_checkpoint"
-        )
-        log.warning(words, owner.__name__, ", ".join(defaults))
+    _report_defaults(owner, {*own} & {*signature.parameters} - {*arguments}, partial)
     return arguments
+
+
+def _report_defaults(owner: type, names: Collection[str], partial: bool) -> None:
+    """Name the arguments that are not data, so that a checkpoint lacks them, unless something else may give them."""
+    if names and not partial:
+        words = "%s: the checkpoint does not contain %s, so the defaults are used: give them to load_from_checkpoint"
+        log.warning(words, owner.__name__, ", ".join(sorted(names)))
+
+
+def _made_wholes(
+    wholes: Mapping[str, list[str]], known: Mapping[str, Any], owner: type
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the arguments that hold several hyperparameters, and by argument what is missing for the others."""
+    made, missing = {}, {}
+    for argument, names in wholes.items():
+        if unknown := [f"{name} (inside of {argument})" for name in names if name not in known]:
+            missing[argument] = unknown
+        else:
+            made[argument] = _in_one({name: known[name] for name in names}, owner, argument)
+    return made, missing
 
 
 def own_and_inside(

@@ -410,10 +410,10 @@ def test_objects_in_hparams_are_kept_in_memory_and_named_once(tmp_path: Path, ca
     assert caplog.text.count("are not data") == 3
     caplog.clear()
     again = Updates.load_from_checkpoint(tmp_path / "saved")
-    assert "does not contain loss, so __init__ uses its defaults" in caplog.text
+    assert "does not contain loss, so the defaults are used" in caplog.text
     assert again.hparams.keys() == module.hparams.keys() - {"found"}
     Updates.load_from_checkpoint(tmp_path / "saved", loss=torch.nn.ReLU)
-    assert caplog.text.count("uses its defaults") == 1
+    assert caplog.text.count("defaults are used") == 1
 
 
 class Needs(Model):

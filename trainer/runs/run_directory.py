@@ -398,7 +398,7 @@ def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
     """
     is_beside = isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS
     beside = Path(str(checkpoint.parent.parent)) if is_beside else None
-    if beside in versions(settings.root):
+    if beside is not None and beside.resolve().parent == settings.root.resolve():
         return beside
     try:
         path = _absolute(saved_run_dir(checkpoint), settings)
