@@ -23,7 +23,7 @@ from trainer.distributed.all_gather import gather_nested, gather_uneven
 from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.compile import GRAPH_BREAKING_METHODS
-from trainer.model.optional_methods import OptionalMethods
+from trainer.model.optional_methods import OptionalMethods, no_loader
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
 from trainer.names.misses import Answers
 from trainer.optimizers import parameters_of
@@ -154,15 +154,19 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     def train_dataloader(self) -> Any:
         """Return a DataLoader, or any iterable of batches, for training."""
+        raise no_loader(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
         """Return the validation loaders: one loader, a list of loaders, or a dict of name to loader."""
+        raise no_loader(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
         """Return the loaders of `trainer.test`, in the forms of `val_dataloader`."""
+        raise no_loader(self, "test_dataloader")
 
     def predict_dataloader(self) -> Any:
         """Return the loaders of `trainer.predict`, in the forms of `val_dataloader`."""
+        raise no_loader(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed if need be, before the transfer to the device."""

@@ -506,8 +506,9 @@ class Trainer:
 
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
+        hyperparameters = run.logged_hyperparameters()  # names those that no checkpoint contains, also without loggers
         for logger in run.loggers if self.is_global_zero and not run.clock.is_over else ():
-            logger.record_hyperparameters(with_python_numbers(run.logged_hyperparameters(), depth=50))
+            logger.record_hyperparameters(with_python_numbers(hyperparameters, depth=50))
             logger.log_graph(run.module)
         # The values that a resumed run logs in its first hooks are in the checkpoint already.
         scope = run.metrics.scope if run.resumed_from is None else MetricScope(batches=False, steps=False)

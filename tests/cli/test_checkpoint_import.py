@@ -99,6 +99,7 @@ def test_what_is_taken_of_a_file_and_what_is_left_is_reported() -> None:
     stored = state["hyperparameters"]
     of_module = {"folder": "a/b", "rate": 0.5, "shape": (1, 2), "kind": "float32"}
     of_names = {"folder": "path", "shape": "Size", "kind": "dtype"}
+    of_names["raw"] = "left out"
     kinds = {"module": {name: [kind, None, None] for name, kind in of_names.items()}, "data": {}}
     assert stored == {"module": of_module, "data": {"batch_size": 4}, "kinds": kinds}
 

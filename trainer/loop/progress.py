@@ -183,6 +183,11 @@ class LoaderEpochs:
         """Whether an epoch has the same loaders as the epoch in progress."""
         return self.made_for(epoch) == self.made_for(self._progress.epoch)
 
+    def validate(self, every_n_epochs: int | None) -> bool:
+        """Whether one of the epochs with the present loaders ends with a validation, or may contain one."""
+        first = self.made_for(self._progress.epoch)
+        return every_n_epochs is None or (first + self._every) // every_n_epochs > first // every_n_epochs
+
     def call_when_due(self, reload: Callable[[], None]) -> None:
         """Set the function that makes new loaders."""
         self._reload = reload

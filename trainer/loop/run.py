@@ -24,7 +24,6 @@ from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import CALLBACKS, SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
-from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.logged_values import LatestValues, LoggedValues
 from trainer.loop.progress import Activity, Clock, DelayedSaves, LoaderEpochs, Progress
@@ -509,7 +508,7 @@ class Run:
         kinds: dict[str, Any] = {"module": {}, "data": {}}
         named: dict[str, Any] = {}
         for name, one in self._with_hyperparameters.items():
-            stored[name], kinds[name] = stored_hyperparameters(one.hparams), kinds_of_hyperparameters(one.hparams)
+            stored[name], kinds[name] = one.hyperparameters_to_store()
             inside = vars(one).get("_hparams_inside", {})
             if any(inside):
                 named[name] = next(iter(inside)) if len(inside) == 1 else inside

@@ -69,6 +69,7 @@ from trainer.runs.run_directory import (
     noted_end,
     of_rank_zero,
     refuse_weights_alone,
+    share_dirpaths,
 )
 from trainer.runs.save_pretrained import gather_to_save
 from trainer.runs.terminal import columns_of, wrapped
@@ -164,6 +165,8 @@ def start_processes(config: ResolvedConfig) -> None:
     number, restarts = config.num_processes, config.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
+            for logger in config.loggers:
+                logger.folder_of_files.tell_children()
             launch_processes(number, restarts, config.device_type)
     elif restarts > max_restarts() and detect_environment().rank == 0:
         log.warning("max_restarts=%d has no effect here: give torchrun --max-restarts %d", restarts, restarts)
@@ -193,6 +196,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
     run.set_paths(run_dir, path, file)
+    share_dirpaths(run)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
     run.set_paths(run_dir, path, file)
@@ -345,7 +349,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for new loaders. Collective."""
     run.loaders.close()
     with run.loader_epochs.asking():
-        make_loaders(run, data)
+        make_loaders(run, data, keeps_val=not run.loader_epochs.validate(run.settings.check_val_every_n_epoch))
     assert run.train_loader is not None
     run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
     split_batches(run)

@@ -125,7 +125,7 @@ def _hyperparameters(read: Mapping[str, Any], own: Mapping[str, Any], left: list
     Args:
         own: what this package has stored in the file.
     """
-    from trainer.hyperparameters import kinds_of_hyperparameters
+    from trainer.hyperparameters import encoded_hyperparameters
 
     given: dict[str, Any] = {
         "module": read.get("hyper_parameters") or read.get("hparams"),
@@ -133,9 +133,8 @@ def _hyperparameters(read: Mapping[str, Any], own: Mapping[str, Any], left: list
     }
     kept = {owner: _storable(values, left) for owner, values in given.items() if values}
     kinds = {**own.get("kinds", {})}
-    for owner, stored in kept.items():
-        found = kinds_of_hyperparameters({name: given[owner][name] for name in stored})
-        kinds[owner] = found | kinds.get(owner, {})
+    for owner in kept:
+        kinds[owner] = encoded_hyperparameters(given[owner])[1] | kinds.get(owner, {})
     names = {"module": read.get("hparams_name", "kwargs"), "data": read.get("datamodule_hparams_name", "kwargs")}
     in_one = {owner: name for owner, name in names.items() if name != "kwargs" and owner in kept}
     return {**({"arguments": in_one} if in_one else {}), **own, **kept, "kinds": kinds}
