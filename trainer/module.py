@@ -117,7 +117,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         Allowed are: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
         `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a
         dict with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`,
-        `"name"`.
+        `"name"`. None: the run has no optimizer, and changes no weights.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "

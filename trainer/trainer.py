@@ -579,6 +579,7 @@ class Trainer:
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
+        run.guards.begin_epoch()
         run.optimizer_averages.train()  # also groups that the hook has added
         run.generators.restore()
         run.progress.epoch_started = True
