@@ -573,17 +573,17 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return trainer
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, given: Trainer | None) -> None:
         current = self.__dict__.get("_trainer")
-        if trainer is not current and isinstance(getattr(current, "stage", None), str):
+        if given is not current and isinstance(getattr(current, "stage", None), str):
             raise ConfigError(
                 f"self.trainer runs {current.stage}, and cannot be changed in it: assign it before or after."
             )
-        if trainer is not None and not hasattr(trainer, "fit"):
+        if given is not None and not hasattr(given, "fit"):
             raise ConfigError(
-                f"self.trainer = {shown(trainer)}: it is for a Trainer. Use another name, such as self.my_trainer."
+                f"self.trainer = {shown(given)}: it is for a Trainer. Use another name, such as self.my_trainer."
             )
-        self.attach(trainer)
+        self.attach(given)
 
     @property
     def _facts(self) -> Trainer:

@@ -21,7 +21,6 @@ from tests.helpers.lightning_runs import LIGHTNING, OURS, Library
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule, TrainModule
-from trainer.callbacks import ModelCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -41,7 +40,7 @@ HOOKS = (
     *("on_before_optimizer_step", "on_after_backward", "on_train_batch_end", "on_validation_start"),
     *("on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
 )
-EARLY = "on_fit_start sanity".split()
+EARLY = ["on_fit_start", "sanity"]
 
 
 def seen(library: Library, folder: Path, resumed: bool = False, **settings: Any) -> list[Any]:

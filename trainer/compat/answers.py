@@ -6,6 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from trainer.compat.finder import named
 from trainer.compat.names import (
     BESIDE_VIEWS,
     COLLECTIVES,
@@ -38,9 +39,7 @@ def member(owner: Any, name: str) -> Any:
 
             return partial(getattr(collectives, name), owner.processes)
     if "Trainer" in theirs and name in VIEWED:
-        from trainer.compat.inside import VIEWS
-
-        return VIEWS[name](owner)
+        return named("trainer.compat.inside:VIEWS")[name](owner)
     words = _words_of(theirs, name)
     if words is None:
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")

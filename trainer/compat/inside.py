@@ -208,8 +208,8 @@ class AcceleratorConnector(View):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the strategy is one for several processes."""
-        return self._config.strategy.name != "single_device"
+        """Whether the strategy can have several processes."""
+        return self._config.strategy.multi_process
 
     @property
     def strategy(self) -> Any:

@@ -376,7 +376,7 @@ VIEWED = (
 BESIDE_VIEWS = (
     "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"
 )
-"""What to use instead of the rest of a view."""
+"""Words for the rest of a view."""
 
 STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of these names themselves
     "root_device": "device",

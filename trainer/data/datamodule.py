@@ -188,8 +188,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         return self.__dict__.get("_trainer")
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        self.attach(trainer)
+    def trainer(self, given: Trainer | None) -> None:
+        self.attach(given)
 
     def attach(self, trainer: Trainer | None) -> None:
         """Set `self.trainer`, which stays out of copies and pickles."""
