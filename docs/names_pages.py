@@ -9,7 +9,7 @@ import sys
 
 from trainer import Trainer
 from trainer.compat import accelerate
-from trainer.compat.names import COLLECTIVES, HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import COLLECTIVES, HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, VIEWED, WORDS
 from trainer.names.aliases import Alias
 
 HEAD = """# Lightning's names
@@ -86,6 +86,7 @@ def _rows(name: str) -> list[str]:
         words = {one: text for one, text in words.items() if one not in accelerate.ENGINE_MEMBERS}
     if name == "Trainer":
         rows += [f"| `{one}` | `{alias.path}` |" for one, alias in vars(Trainer).items() if isinstance(alias, Alias)]
+        rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in VIEWED]
         others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
         words |= {f"({one})": text for one, text in others.items()}
     for one, text in words.items():

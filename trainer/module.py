@@ -20,7 +20,7 @@ from trainer.checkpoint.lightning_file import read_located
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
-from trainer.errors import ConfigError, restoring
+from trainer.errors import ConfigError, restoring, shown
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods, no_loader
@@ -47,7 +47,7 @@ EXCLUDED_FROM_PICKLE = (
 WITHOUT_TRAINER: Any = SimpleNamespace(loggers=(), rank=0, local_rank=0, global_step=0, current_epoch=0)
 """The properties of a trainer, for a module that no trainer has run."""
 READ_ONLY = (
-    *("hparams", "trainer", "device", "dtype", "loggers"),
+    *("hparams", "device", "dtype", "loggers"),
     *("global_step", "current_epoch", "global_rank", "local_rank"),
 )
 
@@ -117,7 +117,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         Allowed are: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
         `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a
         dict with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`,
-        `"name"`.
+        `"name"`. None: the run has no optimizer, and changes no weights.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
@@ -563,10 +563,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module.
+        """The trainer that runs this module, or was assigned between two runs.
 
         Raises:
-            ConfigError: no trainer has run this module.
+            ConfigError: no trainer has run this module; or another one is assigned in a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
@@ -575,6 +575,19 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
                 "work inside trainer.fit, validate, test and predict."
             )
         return trainer
+
+    @trainer.setter
+    def trainer(self, given: Trainer | None) -> None:
+        current = self.__dict__.get("_trainer")
+        if given is not current and isinstance(getattr(current, "stage", None), str):
+            raise ConfigError(
+                f"self.trainer runs {current.stage}, and cannot be changed in it: assign it before or after."
+            )
+        if given is not None and not hasattr(given, "fit"):
+            raise ConfigError(
+                f"self.trainer = {shown(given)}: it is for a Trainer. Use another name, such as self.my_trainer."
+            )
+        self.attach(given)
 
     @property
     def _facts(self) -> Trainer:
@@ -630,8 +643,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return self._facts.current_epoch
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Set the trainer of this module, outside of `nn.Module`'s registries, copies and pickles."""
+        """Set the trainer of this module and its children, outside of `nn.Module`'s registries, copies and pickles."""
         self.__dict__["_trainer"] = trainer
+        for child in self.children():
+            if isinstance(child, TrainModule):
+                child.attach(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}

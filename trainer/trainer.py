@@ -290,7 +290,7 @@ class Trainer:
         require_bool("verbose", verbose)
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_evaluation(run), verbose)
+            return self._printed(run_evaluation(run), verbose)
 
     def test(
         self,
@@ -306,7 +306,7 @@ class Trainer:
         require_bool("verbose", verbose)
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_evaluation(run), verbose)
+            return self._printed(run_evaluation(run), verbose)
 
     def predict(
         self,
@@ -487,7 +487,7 @@ class Trainer:
     ) -> AbstractContextManager[Run]:
         return start_run(self.config, self._session, *call, self.adopt, allow_changes, weights)
 
-    def _results(self, results: list[dict[str, float]], verbose: bool) -> list[dict[str, float]]:
+    def _printed(self, results: list[dict[str, float]], verbose: bool) -> list[dict[str, float]]:
         """Print the results of an evaluation, and return them."""
         for values in results if verbose else ():
             self.print("\n".join(f"{name:<24} {value:.6g}" for name, value in values.items()))
@@ -581,6 +581,7 @@ class Trainer:
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
+        run.guards.begin_epoch()
         run.optimizer_averages.train()  # also groups that the hook has added
         run.generators.restore()
         run.progress.epoch_started = True

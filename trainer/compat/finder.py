@@ -68,9 +68,8 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     """
     inside = f"{package.__name__}.{name}".partition(".")[2]
     target = NAMES.get(inside, NAMES.get(name, ""))
-    home, _, attribute = target.partition(":")
-    if attribute and " " not in target:
-        return getattr(import_module(home), attribute)
+    if ":" in target and " " not in target:
+        return named(target)
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
     if not target:
@@ -81,6 +80,12 @@ def lightning_name(package: ModuleType, name: str) -> Any:
             return found
         target = _words_for(package, name, packages)
     raise no_such_name(package, name, target, depth=3)
+
+
+def named(target: str) -> Any:
+    """Return the object that a table names as "module:name"."""
+    home, _, attribute = target.partition(":")
+    return getattr(import_module(home), attribute)
 
 
 def _words_for(package: ModuleType, name: str, packages: list[ModuleType]) -> str:

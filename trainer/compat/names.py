@@ -78,6 +78,12 @@ NAMES: dict[str, str] = {
         "is trainer.callbacks.ModelSummary",
     ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
+    # the inside of the Trainer
+    "_FitLoop": "trainer.compat.inside:FitLoop",
+    "_TrainingEpochLoop": "trainer.compat.inside:EpochLoop",
+    "_EvaluationLoop": "trainer.compat.inside:EvaluationLoop",
+    "_PredictionLoop": "trainer.compat.inside:EvaluationLoop",
+    "_AcceleratorConnector": "trainer.compat.inside:AcceleratorConnector",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
     "CPUAccelerator": "Trainer(accelerator='cpu')",
@@ -242,16 +248,9 @@ WORDS: dict[str, dict[str, str]] = {
         "distributed_sampler_kwargs": "trainer.readers and trainer.reader, for num_replicas and rank",
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
-        "fit_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
-        "validate_loop": "trainer.validating, val_loaders, num_val_batches",
-        "test_loop": "trainer.testing, test_loaders, num_test_batches",
-        "predict_loop": "trainer.predicting, predict_loaders, num_predict_batches",
         "val_check_batch": "trainer.val_check_interval",
         "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
-        "_accelerator_connector": "trainer.strategy, device, world_size",
         "_data_connector": "trainer.train_loader, val_loaders",
-        "_logger_connector": "trainer.callback_metrics, logged_metrics",
-        "_checkpoint_connector": "trainer.save_checkpoint, fit(ckpt_path=)",
         "_callback_connector": "trainer.callbacks",
         "_results": "trainer.callback_metrics",
         "devices": "trainer.num_devices",
@@ -367,6 +366,17 @@ FORMER_HOOKS = {
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
+
+VIEWED = (
+    *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
+    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector"),
+)
+"""Attributes of Lightning's Trainer of which `trainer.compat.inside` has a view."""
+
+BESIDE_VIEWS = (
+    "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"
+)
+"""Words for the rest of a view."""
 
 STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of these names themselves
     "root_device": "device",

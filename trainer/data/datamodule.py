@@ -206,6 +206,10 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """The trainer that uses this data module; None before a run, so that `setup` can also be called by hand."""
         return self.__dict__.get("_trainer")
 
+    @trainer.setter
+    def trainer(self, given: Trainer | None) -> None:
+        self.attach(given)
+
     def attach(self, trainer: Trainer | None) -> None:
         """Set `self.trainer`, which stays out of copies and pickles."""
         self.__dict__["_trainer"] = trainer

@@ -46,6 +46,7 @@ class Progress:
     """Micro-batches of the last step; 0: not known."""
     batches_before: int = 0
     """Micro-batches consumed in the epochs before this one."""
+    batches_of_last_epoch = 0  # follows from the others, so checkpoints do not have it
 
     @property
     def epoch_of_step(self) -> int:
@@ -72,6 +73,7 @@ class Progress:
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batches_before += self.batch
+        self.batches_of_last_epoch = self.batch
         self.batch = 0
         self.epoch_started = self.epoch_ended = False
 

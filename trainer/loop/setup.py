@@ -383,9 +383,12 @@ def build_optimizers(run: Run) -> None:
     """Get optimizers and schedulers from the module, check them, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
-    optimizers, schedulers = parse_optimizers(
-        module.configure_optimizers(), type(module).__name__, automatic, calls_step
-    )
+    configured = module.configure_optimizers()
+    if configured is None:
+        strategy.processes.log.warning(
+            "configure_optimizers returned None: this run has no optimizer. To train, end it with 'return optimizer'."
+        )
+    optimizers, schedulers = parse_optimizers(configured, type(module).__name__, automatic, calls_step)
     check_parameters(optimizers, module, shared=not automatic)
     assert run.train_loader is not None
     run.facts.agree_on_optimizers(module, optimizers, schedulers)
