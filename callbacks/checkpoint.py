@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
-from trainer.checkpoint.lightning_file import file_of, is_beside, runs_as_lightning, writes_file
+from trainer.checkpoint.lightning_file import file_of, is_beside, writes_file
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
@@ -31,6 +31,7 @@ from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir, write_file_beside
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
+from trainer.names.paths import runs_as_lightning
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 

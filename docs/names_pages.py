@@ -20,7 +20,8 @@ trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint impo
 is `TrainModule`, `LightningDataModule` is `DataModule`. Of the modules, the data modules and the Trainer every public
 name is here, or in a table below; of other classes and of Lightning's packages those that scripts use. A name in a
 table is answered by an error that says what the table says; `hasattr` and `getattr` with a default work, and `dir`
-shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
+shows no such name. In a process that [runs as Lightning](migrating.md#run-it-unchanged) that error comes when
+the name is used, not when it is imported. The names are those of Lightning 2; `trainer migrate` knows older ones.
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use

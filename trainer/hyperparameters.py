@@ -68,6 +68,11 @@ class Hyperparameters(dict[str, Any]):
 class HasHyperparameters:
     """Base of what has hyperparameters: `save_hyperparameters` keeps them in `hparams`."""
 
+    # The keys that Lightning's checkpoints have for them.
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+
     @property
     def hparams(self) -> Hyperparameters:
         """The values that `save_hyperparameters` kept; empty without it."""

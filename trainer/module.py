@@ -578,7 +578,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     @trainer.setter
     def trainer(self, given: Trainer | None) -> None:
-        current = self.__dict__.get("_trainer")
+        current: Any = self.__dict__.get("_trainer")
         if given is not current and isinstance(getattr(current, "stage", None), str):
             raise ConfigError(
                 f"self.trainer runs {current.stage}, and cannot be changed in it: assign it before or after."

@@ -177,11 +177,15 @@ def _check_scheduler(config: TimedScheduler, automatic: bool, calls_step: bool) 
         )
 
 
+def trains_something(optimizer: Optimizer) -> bool:
+    """Whether a parameter of an optimizer requires a gradient."""
+    return any(parameter.requires_grad for parameter in parameters_of([optimizer]))
+
+
 def require_trainable(optimizers: Iterable[Optimizer], module_name: str) -> None:
     """Raise ConfigError if nothing in an optimizer requires a gradient, when hooks have unfrozen what they will."""
     for optimizer in optimizers:
-        groups_train = any(parameter.requires_grad for parameter in parameters_of([optimizer]))
-        if not groups_train and not isinstance(optimizer, NoOptimizer):
+        if not trains_something(optimizer) and not isinstance(optimizer, NoOptimizer):
             raise ConfigError(
                 f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
                 "a gradient: all of its parameters are frozen, or it was given an empty list."

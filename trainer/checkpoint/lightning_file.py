@@ -40,11 +40,11 @@ from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_pa
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
+from trainer.names.paths import LIGHTNING_VERSION, runs_as_lightning
 
 SUFFIX = ".ckpt"
 OWN = "trainer_checkpoint"
 """The entry with the parts of the folder that Lightning's entries lack."""
-LIGHTNING_VERSION = "2.6.6"
 _READER = "trainer.cli.checkpoint.from_lightning"
 """The program that reads a file with the restricted unpickler and writes it as a folder."""
 
@@ -52,11 +52,6 @@ Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
 Save = Callable[[dict[str, Any], Path], None]
 """Writes the entries of a file, as `save_file` and Lightning's `CheckpointIO.save_checkpoint` do."""
-
-
-def runs_as_lightning() -> bool:
-    """Whether the programs of this process were written for Lightning, and expect its files."""
-    return "TRAINER_AS_LIGHTNING" in os.environ
 
 
 def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
 from trainer.errors import did_you_mean, no_such_name, public_names
+from trainer.names.paths import runs_as_lightning
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
@@ -79,6 +80,10 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         if found is not None and (isinstance(package, LightningPath) or of_our_files):
             return found
         target = _words_for(package, name, packages)
+    if target not in ("", ELSEWHERE) and runs_as_lightning():
+        from trainer.compat.at_use import answered_at_use
+
+        return answered_at_use(name, target)
     raise no_such_name(package, name, target, depth=3)
 
 

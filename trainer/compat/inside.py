@@ -199,7 +199,8 @@ class AcceleratorConnector(View):
 
     @property
     def _devices_flag(self) -> int | list[int]:
-        return self._config.devices if self._config.device_ids is None else self._config.device_ids
+        found: int | list[int] = self._config.devices if self._config.device_ids is None else self._config.device_ids
+        return found
 
     @property
     def _parallel_devices(self) -> list[torch.device]:
@@ -209,7 +210,7 @@ class AcceleratorConnector(View):
     @property
     def is_distributed(self) -> bool:
         """Whether the strategy can have several processes."""
-        return self._config.strategy.multi_process
+        return bool(self._config.strategy.multi_process)
 
     @property
     def strategy(self) -> Any:

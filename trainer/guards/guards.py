@@ -60,11 +60,15 @@ class Guards:
         self.skipping = SkippedBatches(module, strategy, progress)
         self._optimizers: list[Optimizer] = []
         self._unjudged: list[Optimizer] = []
-        """The optimizers of which it is not known yet whether they train anything."""
+        """The optimizers that the first epoch's first hook has to give something to train."""
 
-    def watch_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Watch the parameters of these optimizers, and on several processes their options."""
-        self._optimizers = self._unjudged = optimizers
+    def watch_optimizers(self, optimizers: list[Optimizer], frozen: list[Optimizer]) -> None:
+        """Watch the parameters of these optimizers, and on several processes their options.
+
+        Args:
+            optimizers, frozen: those of the training, and those of them that do not train anything yet.
+        """
+        self._optimizers, self._unjudged = optimizers, frozen
         if self._strategy.processes.world_size > 1:
             self.options.begin(optimizers)
             self.trainable = TrainableParameters(self._module, self._strategy, optimizers)

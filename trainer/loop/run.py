@@ -7,7 +7,7 @@ import math
 import os
 from contextlib import ExitStack
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.phases import Phase, phase_of, unheard
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
-from trainer.optimizers import TimedScheduler, needs_closure
+from trainer.optimizers import TimedScheduler, needs_closure, trains_something
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.facts import RunFacts
 from trainer.runs.hook_checks import users_callbacks
@@ -363,9 +363,10 @@ class Run:
         module, strategy = self.module, self.strategy
         nn.Module.zero_grad(module)  # a run before this one may have ended within a window
         self.scheduler_configs = schedulers
+        frozen = [not trains_something(optimizer) for optimizer in optimizers]  # ZeRO takes the parameters away
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         self.optimizer_averages.begin(self.optimizers)
-        self.guards.watch_optimizers(self.optimizers)
+        self.guards.watch_optimizers(self.optimizers, [*compress(self.optimizers, frozen)])
         self.checks_states = bool(self.checkpoint_callbacks)
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
