@@ -183,10 +183,6 @@ def all_names() -> list[str]:
     """Return the names of the table that only have words; one is of a module that Lightning 2.6 has no more."""
     in_words = [name for name, target in NAMES.items() if ":" not in target or " " in target]
     return sorted(name for name in in_words if name != "core.memory.ModelSummary")
-        name
-        for name, target in NAMES.items()
-        if (":" not in target or " " in target) and name != "core.memory.ModelSummary"
-    )
 
 
 @pytest.fixture
