@@ -51,10 +51,9 @@ def python(*arguments: str, folder: Path, **environment: str) -> subprocess.Comp
     """Run Python in a folder, without the settings of this process."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", AS_LIGHTNING)}
     own |= {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=own, capture_output=True, text=True, timeout=300
     )
-    return done
 
 
 def as_lightning(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
