@@ -64,7 +64,7 @@ trainer/state            | 1030          | 380          | 0.353         | 9
 strategies/parallel      | 2235          | 641          | 0.325         | 14
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 0 of 900      | 0 of 225     |               | 0 of 6
+Packages                 | 900 of 900    | 225 of 225   |               | 6 of 6
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9
@@ -158,9 +158,9 @@ def sources() -> dict[str, str]:
     paths = [
         Path(folder, name)
         for part in ("trainer", "strategies", "callbacks")
-        for folder, _, names in os.walk(ROOT / part)  # does not follow links
+        for folder, _, names in os.walk(ROOT / part)  # does not follow links to folders
         for name in names
-        if name.endswith(".py")
+        if name.endswith(".py") and not Path(folder, name).is_symlink()
     ]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(paths)}
 
