@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 
 from tests.helpers.toy import Toy
@@ -22,6 +21,7 @@ from trainer.compat import finder, helpers
 from trainer.compat.names import MODULES, NAMES
 from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
 
+pytorch_lightning = pytest.importorskip("pytorch_lightning")
 LINE = f"running as Lightning {LIGHTNING_VERSION}:"
 TRAIN = """
 import pickle
