@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from trainer import __version__
-from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 PLACE = Path(__file__).parent / "as_lightning"
 """A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
