@@ -91,7 +91,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_the_linked_folders_under_the_package(release: Path) -> None:
     with zipfile.ZipFile(next(release.glob("*.whl"))) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name.partition("/")[0] + "/"}
     source = release.parent
     inside = [path for path in (source / "trainer").rglob("*") if path.is_file()]
     linked = [path for folder in (*FOLDERS[1:], "examples") for path in (source / folder).rglob("*") if path.is_file()]
@@ -246,7 +246,7 @@ OF_OTHERS = re.compile(r"_\w+|(ds|co|f|gi)_\w+|cell_contents|dis")
 """Private names, those of DeepSpeed in parameters, and those of CPython's frames and compiled code."""
 SUFFIXES = {"_core", "_dataloader", "_file_", "_model_eval", "_model_train", "_norm", "_norm_total", "_of", "_parallel"}
 SUFFIXES |= {"_parsing", "_per_s", "_type", "_shtab_few_or_file", "_hparams", "_extra_state", "_toggled_parameters"}
-SUFFIXES |= {"_batch_end", "_batch_start", "_epoch_end", "_epoch_start"}
+SUFFIXES |= {"_batch_end", "_batch_start", "_epoch_end", "_epoch_start", "_REGISTRY"}
 """Texts that are no names of attributes of other packages."""
 FSDP2 = Path(torch.distributed.fsdp.__file__).parent / "_fully_shard"
 

@@ -76,7 +76,7 @@ fit --config run.yaml --module.width '${module.nothing}'
 fit --config run.yaml --module.width '${module.width}'
 fit --config run.yaml --module.width '${env:NOT_SET_ANYWHERE}'
 fit --module=builtins.object
-fit --module=sys.exit
+fit --module=os.getcwd
 fit --module=odd.py:lie
 
 fit --module bare.py:Bare

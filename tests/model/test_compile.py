@@ -277,7 +277,7 @@ def test_everything_is_as_it_was() -> None:
 
     copies = Copies()
     trained(module, EAGER, callbacks=[copies])
-    assert set(vars(module)) == attributes | {"_trainer", "_toggled_parameters", "_hparams"}
+    assert set(vars(module)) == attributes | {"_trainer", "_toggled_parameters", "_hparams", "_hparams_left_out"}
     assert all(part._compiled_call_impl is None for part in module.modules())
     assert all(part._compiled_call_impl is None for part in copies.copied.modules())
     assert "log" not in vars(copies.copied)

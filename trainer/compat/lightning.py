@@ -36,10 +36,10 @@ class _Package(ModuleType):
     """One of Lightning's packages: this package's names, and Lightning's version."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_ours"], name)
+        return getattr(vars(self)["ours"], name)
 
     def __dir__(self) -> list[str]:
-        return dir(vars(self)["_ours"])
+        return dir(vars(self)["ours"])
 
 
 class _Finder:
@@ -60,7 +60,7 @@ class _Finder:
             return None
         package, ours = _Package(spec.name), import_module(our_name(spec.name))
         exported = sorted({*vars(ours).get("__all__", ())} - {"__version__"})
-        vars(package).update(_ours=ours, __version__=LIGHTNING_VERSION, __all__=exported)
+        vars(package).update(ours=ours, __version__=LIGHTNING_VERSION, __all__=exported)
         return package
 
     @staticmethod
