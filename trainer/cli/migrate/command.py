@@ -193,5 +193,6 @@ def _show(file: Path, old: bytes, new: bytes) -> None:
 def _report(files: int, changed: int, places: list[str], write: bool) -> None:
     if places:
         print("\nTo decide by hand:", *(f"  {printable(place)}" for place in places), sep="\n")
+        print("Or change nothing: `trainer run-as-lightning SCRIPT` runs a script of Lightning's as it is.")
     done = "changed" if write else "would change with --write"
     print(f"\nfiles that name Lightning or this package: {files}; {done}: {changed}; to decide by hand: {len(places)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
 from trainer.config.plug_names import callbacks
+from trainer.metrics.monitor import implied_mode
 from trainer.names import misses
 
 NAMES = {**former_names.NAMES, **names.NAMES}
@@ -108,6 +110,14 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
     if words is None or misses.is_default(kind, name, value):
         return None
     return "nothing: leave it out" if value is None else words
+
+
+def mode_words(kind: str, given: Mapping[str, object]) -> str | None:
+    """Return what to give for the mode of a callback whose arguments have none that it takes here; None: it may stay."""
+    expected = implied_mode(str(given.get("monitor")))
+    is_taken = given.get("mode", expected) in (("min", "max", ...) if "mode" in given else ("min", None))
+    is_monitor = kind in ("ModelCheckpoint", "EarlyStopping")
+    return "mode='max', or mode='min' if smaller is better" if is_monitor and not is_taken else None
 
 
 def lightning_root(path: str) -> str | None:

@@ -11,7 +11,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, name_here
+from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, mode_words, name_here
 from trainer.config.files import TAG, plain_value
 from trainer.config.tree import KEYS
 
@@ -157,6 +157,8 @@ class _Rewriter:
     def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
         """Rewrite the arguments of a class in these mappings."""
         for arguments, given in [(mapping, _entries(mapping)) for mapping in mappings]:
+            if (words := mode_words(kind, {name: _plain(value) for name, (_, value) in given.items()})) is not None:
+                self._add(arguments, f"{kind}(monitor=)", f"use {words}")
             for name, (key, value) in given.items():
                 new = ARGUMENTS.get(kind, {}).get(name)
                 if new is not None and new not in given:
