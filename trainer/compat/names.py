@@ -140,16 +140,23 @@ NAMES: dict[str, str] = {
     ),
     "DummyLogger": "trainer.logger:DummyLogger",
     # the rest
-    "LightningCLI": "`trainer fit --config FILE`: see `trainer fit --help`; instead of a script with LightningCLI "
-    "write the classes into the file ('module:', 'data:', 'trainer:'), and start it with `trainer fit`",
-    "SaveConfigCallback": "nothing: a run started by `trainer fit` has config.yaml in its run directory",
+    "LightningCLI": "trainer.cli.lightning_cli:LightningCLI",
+    "LightningArgumentParser": "trainer.cli.lightning_cli:LightningArgumentParser",
+    "SaveConfigCallback": "nothing: a run has config.yaml in its run directory",
+    "ArgsType": "typing:Any",
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
     "module_available": "importlib.util.find_spec",
-    "BoringModel": "a module of your own, such as that of `trainer init`",
-    "BoringDataModule": "a data module of your own, such as that of `trainer init`",
-    "DemoModel": "a module of your own, such as that of `trainer init`",
+    **{
+        name: f"trainer.compat.demos:{name}"
+        for name in (
+            *("BoringModel", "BoringDataModule", "DemoModel", "ManualOptimBoringModel", "RandomDataset"),
+            *("RandomIterableDataset", "cli_lightning_logo"),
+        )
+    },
+    "demos.mnist_datamodule.MNIST": "torchvision.datasets:MNIST",
+    "utilities.imports._TORCHVISION_AVAILABLE": "trainer.compat.types:TORCHVISION_AVAILABLE",
     **dict.fromkeys(
         ("ModelHooks", "DataHooks", "CheckpointHooks"),
         "trainer.TrainModule or trainer.DataModule, which have these hooks",
@@ -434,8 +441,8 @@ MODULES = (
     "callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary callbacks.spike "
     "callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core core.datamodule "
     "core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
-    "demos.boring_classes fabric fabric.accelerators fabric.fabric fabric.loggers fabric.plugins "
-    "fabric.plugins.environments fabric.plugins.precision fabric.strategies fabric.utilities "
+    "demos.boring_classes demos.mnist_datamodule fabric fabric.accelerators fabric.fabric fabric.loggers "
+    "fabric.plugins fabric.plugins.environments fabric.plugins.precision fabric.strategies fabric.utilities "
     "fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.exceptions fabric.utilities.rank_zero "
     "fabric.utilities.seed fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings "
     "fabric.wrappers loggers loggers.comet loggers.csv_logs loggers.logger loggers.mlflow loggers.neptune "
@@ -445,10 +452,10 @@ MODULES = (
     "profilers.pytorch profilers.simple pytorch serve strategies.launchers strategies.model_parallel "
     "strategies.parallel strategies.single_device strategies.strategy trainer.connectors "
     "trainer.connectors.accelerator_connector trainer.connectors.data_connector trainer.states trainer.trainer tuner "
-    "tuner.lr_finder tuner.tuning utilities utilities.combined_loader utilities.consolidate_checkpoint "
-    "utilities.data utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports "
-    "utilities.memory utilities.model_helpers utilities.model_summary utilities.model_summary.model_summary "
-    "utilities.parsing utilities.rank_zero utilities.seed utilities.types utilities.warnings"
+    "tuner.lr_finder tuner.tuning utilities utilities.combined_loader utilities.consolidate_checkpoint utilities.data "
+    "utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory "
+    "utilities.model_helpers utilities.model_summary utilities.model_summary.model_summary utilities.parsing "
+    "utilities.rank_zero utilities.seed utilities.types utilities.warnings"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, argument_words, lightning_root, mode_words
+from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, Finding, argument_words, lightning_root, mode_words
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 
 OPTIMIZER_IDX = (
@@ -47,7 +47,7 @@ MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} f
 """Lightning's class -> attributes that are not here -> what to use instead."""
 
 OF_A_TRAINER = re.compile(r"((self|cli|(self\.)?\w*(model|module|net))\.)?\w*trainer")
-"""Names of trainers: variables, and attributes of modules, callbacks and the like; those of configurations are others."""
+"""Names of trainers: variables, and attributes of modules, callbacks and the like, but not of configurations."""
 
 A_CHECKPOINT = re.compile(
     r"(best|last)_model_path|\.ckpt\b|(ckpt|checkpoint)s?(_?(path|file|name|filename))?s?\b(?!\()",
@@ -69,14 +69,6 @@ LOGS_HERE = "the runs are in runs/ here, or below the logger's save_dir and name
 FIRST_ARGUMENT = {"EarlyStopping": "monitor"}
 
 MODULE_NAME = re.compile(r"(pytorch_lightning|lightning_fabric|lightning\.(pytorch|fabric))(\.\w+)*")
-
-
-class Finding(NamedTuple):
-    """A place that a person must decide about."""
-
-    line: int
-    what: str
-    todo: str
 
 
 def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) -> list[Finding]:

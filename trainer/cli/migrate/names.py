@@ -91,6 +91,14 @@ NAME_HERE = re.compile(r"([^ ]*:[^ ]*)?")
 UNKNOWN = "one of the names of docs/lightning-names.md: this one is not here"
 
 
+class Finding(NamedTuple):
+    """A place that a person must decide about."""
+
+    line: int
+    what: str
+    todo: str
+
+
 class Place(NamedTuple):
     """A place here of a name or module of Lightning's, or what to use instead."""
 
@@ -113,7 +121,7 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
 
 
 def mode_words(kind: str, given: Mapping[str, object]) -> str | None:
-    """Return what to give for the mode of a callback whose arguments have none that it takes here; None: it may stay."""
+    """Return what to give for the mode of a callback; None: it may stay, or is not known."""
     expected = implied_mode(str(given.get("monitor")))
     is_taken = given.get("mode", expected) in (("min", "max", ...) if "mode" in given else ("min", None))
     is_monitor = kind in ("ModelCheckpoint", "EarlyStopping")

@@ -9,8 +9,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from trainer.cli.migrate.decisions import Finding, decisions, imported_path
-from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, lightning_root, module_here, name_here
+from trainer.cli.migrate.decisions import decisions, imported_path
+from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, Finding, lightning_root, module_here, name_here
 from trainer.compat.names import EXPORTS
 
 WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))

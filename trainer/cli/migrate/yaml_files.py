@@ -10,8 +10,16 @@ from collections.abc import Iterator
 import yaml
 from yaml.constructor import SafeConstructor
 
-from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, mode_words, name_here
+from trainer.cli.migrate.names import (
+    ARGUMENTS,
+    VALUES,
+    Finding,
+    Place,
+    argument_words,
+    lightning_root,
+    mode_words,
+    name_here,
+)
 from trainer.config.files import TAG, plain_value
 from trainer.config.tree import KEYS
 

@@ -1,0 +1,220 @@
+"""`LightningCLI`: the command line of a script, as in Lightning, over the commands of this package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from trainer.callback import Callback
+from trainer.cli.main import usage_error
+from trainer.cli.migrate.yaml_files import migrate_yaml
+from trainer.cli.run import Job, run_command
+from trainer.config.check import Checker
+from trainer.config.files import as_node, plain_value, read_tree
+from trainer.config.loading import Recipe, load
+from trainer.config.read import read
+from trainer.config.specs import ClassSpec
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, entries, from_override
+from trainer.config.types import constructor_parameters
+from trainer.errors import ConfigError
+from trainer.hyperparameters import Hyperparameters
+from trainer.settings import Settings
+from trainer.trainer import Trainer
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+KEYS = {"model": "module", "seed_everything": "trainer.seed", "seed": "trainer.seed"}
+"""Keys of LightningCLI -> the names here."""
+SEEDS = {"True": 0, "False": None}
+"""Values of `seed_everything` that are not numbers -> the seed."""
+
+
+class LightningArgumentParser(argparse.ArgumentParser):
+    """What a script adds to its command line: options that it reads itself, callbacks, defaults and links."""
+
+    def __init__(self) -> None:
+        super().__init__(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+        self.register("type", bool, plain_value)
+        self.own: dict[str, Any] = {}
+        """The script's own options, with their defaults."""
+        self.callbacks: dict[str, type[Callback]] = {}
+        self.defaults: dict[str, Any] = {}
+        self.links: dict[str, str] = {}
+
+    def add_argument(self, *names: Any, default: Any = None, **options: Any) -> argparse.Action:
+        """Add an option whose value is in `cli.config`."""
+        action = super().add_argument(*names, default=argparse.SUPPRESS, **options)
+        self.own[action.dest] = default
+        return action
+
+    def add_lightning_class_args(self, lightning_class: type, nested_key: str, **options: Any) -> None:
+        """Add a callback to the trainer. Its arguments are those below `nested_key`."""
+        if not issubclass(lightning_class, Callback):
+            raise ConfigError(f"add_lightning_class_args({lightning_class.__name__}): give the class of a callback.")
+        self.callbacks[nested_key] = lightning_class
+        self.defaults[nested_key] = {}
+
+    def add_optimizer_args(self, optimizer_class: Any = (), nested_key: str = "optimizer", **more: Any) -> None:
+        """Let the configuration choose an optimizer, or a scheduler. A single class is the default."""
+        if nested_key not in ("optimizer", "lr_scheduler"):
+            words = "the keys are 'optimizer' and 'lr_scheduler'; others are arguments of the module"
+            raise ConfigError(f"add_optimizer_args(nested_key={nested_key!r}): {words}.")
+        self.defaults |= {nested_key: path_of(optimizer_class)} if isinstance(optimizer_class, type) else {}
+
+    def add_lr_scheduler_args(
+        self, scheduler_class: Any = (), nested_key: str = "lr_scheduler", link_to: str = ""
+    ) -> None:
+        """Let the configuration choose the scheduler. A single class is the default."""
+        self.add_optimizer_args(scheduler_class, nested_key)
+
+    def set_defaults(self, *defaults: Mapping[str, Any], **more: Any) -> None:
+        """Set defaults by their names on the command line."""
+        self.defaults.update(*defaults, **more)
+
+    def link_arguments(self, source: str, target: str, compute_fn: Any = None, apply_on: str = "parse") -> None:
+        """Give `target` the value of `source`, which may be an attribute of the data module."""
+        if compute_fn is not None:
+            words = "link a property of the data module instead, or compute the value in the constructor"
+            raise ConfigError(f"link_arguments({source!r}, {target!r}, compute_fn=): {words}.")
+        self.links[target] = source
+
+
+class LightningCLI:
+    """The command line of a script: `script.py fit --config run.yaml --model.lr 0.1`.
+
+    Files have the keys of LightningCLI or of `trainer fit`, and values are read as by `trainer fit`. A subclass may
+    define `add_arguments_to_parser(parser)`, `before_instantiate_classes`, `after_instantiate_classes`, `before_fit`,
+    `after_fit`, and the like for other commands. `model`, `datamodule`, `trainer` and `config` are what was made and
+    read.
+
+    Args:
+        model_class, datamodule_class: the classes. None: the configuration names them.
+        save_config_callback, save_config_kwargs: not used: the run directory has `config.yaml`.
+        trainer_class: the class of the Trainer, or a function that makes it.
+        trainer_defaults: defaults of its arguments. Callbacks are added to those of the configuration.
+        seed_everything_default: the seed. True: 0. False: none.
+        parser_kwargs, parser_class, auto_configure_optimizers, load_from_checkpoint_support: not used.
+        subclass_mode_model, subclass_mode_data: the configuration names the class.
+        args: words in place of the command line.
+        run: False: there is no command; the objects are made, and the script uses them.
+    """
+
+    def __init__(
+        self,
+        model_class: type | None = None,
+        datamodule_class: type | None = None,
+        save_config_callback: Any = None,
+        save_config_kwargs: Any = None,
+        trainer_class: Callable[..., Trainer] = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: Any = None,
+        parser_class: Any = None,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: list[str] | None = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self._trainer_class, self._trainer_defaults = trainer_class, dict(trainer_defaults or {})
+        chosen = {"model": (model_class, subclass_mode_model), "data": (datamodule_class, subclass_mode_data)}
+        fixed = {key: path_of(cls) for key, (cls, by_name) in chosen.items() if cls is not None and not by_name}
+        self.parser = LightningArgumentParser()
+        self.parser.set_defaults({"seed_everything": seed_everything_default, **fixed})
+        self.add_arguments_to_parser(self.parser)
+        words = [*(sys.argv[1:] if args is None else args)]
+        self.subcommand = words.pop(0) if run and words[:1] and words[0] in SUBCOMMANDS else None
+        if run and self.subcommand is None and not {"-h", "--help"} & {*words}:
+            sys.exit(usage_error(f"a command is missing: write {', '.join(SUBCOMMANDS)} before the options."))
+        self._typed, rest = self.parser.parse_known_args(words)
+        rest = [re.sub(r"^--(model|seed_everything)(?=[.=]|$)", lambda key: f"--{KEYS[key[1]]}", word) for word in rest]
+        code = run_command(self.subcommand or "fit", rest, self.parser.format_help(), self._run, self._read)
+        if code or not hasattr(self, "trainer"):  # after --help and --print_config
+            sys.exit(code)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add options, callbacks, defaults and links."""
+
+    def before_instantiate_classes(self) -> None:
+        """Act before the objects are made."""
+
+    def after_instantiate_classes(self) -> None:
+        """Act before the command runs."""
+
+    def _read(self, files: list[str], overrides: list[tuple[str, Node]], findings: Diagnostics, command: str) -> Recipe:
+        """Return the configuration that files and command line give, over the script's defaults."""
+        parts = [*entries(as_node(self.parser.defaults, COMMAND_LINE)).items()]
+        for file in files:
+            given = entries(read_tree(file, findings, lambda text: migrate_yaml(text)[0]))
+            parts += (entries(given.get(command)) or given).items()
+        parts += sorted(overrides, key=lambda part: part[0].count("."))
+        parts += [(target, Node(f"${{{self._here(of)}}}", COMMAND_LINE)) for target, of in self.parser.links.items()]
+        trees = [entries(from_override(self._here(name), node)) for name, node in parts]
+        tree = read([], [part for one in trees for part in one.items()], findings)
+        seed, own = entries(entries(tree)["trainer"])["seed"], entries(entries(tree).get("vars"))
+        seed.value = SEEDS.get(str(seed.value), seed.value)
+        recipe = load(tree, findings, command)
+        callbacks = [
+            Checker(findings).spec_of(cls, own[key], (key,), COMMAND_LINE, COMMAND_LINE)
+            for key, cls in self.parser.callbacks.items()
+        ]
+        findings.report()
+        self._complete(recipe, callbacks)
+        self._keep(recipe, {name: node.plain() for name, node in own.items()})
+        self.before_instantiate_classes()
+        return recipe
+
+    def _here(self, name: str) -> str:
+        """Return the name here of a name of LightningCLI, perhaps with dots; the script's own are below `vars`."""
+        root, dot, rest = name.partition(".")
+        own = {*self.parser.own, *self.parser.callbacks}
+        return (f"vars.{root}" if root in own else KEYS.get(root, root)) + dot + rest
+
+    def _complete(self, recipe: Recipe, callbacks: list[Any]) -> None:
+        """Add the script's own trainer, its arguments and callbacks."""
+        always = self._trainer_defaults.get("callbacks") or []
+        callbacks += always if isinstance(always, list) else [always]
+        callbacks = [*(recipe.trainer.get("callbacks") or []), *callbacks]
+        recipe.trainer = {**self._trainer_defaults, **recipe.trainer, "callbacks": callbacks}
+        recipe.trainer_class = self._trainer_class
+        # `trainer validate` finds the classes of the script by its file.
+        file = os.path.abspath(vars(sys.modules["__main__"]).get("__file__", ""))
+        recipe.recorded = recipe.recorded.replace(f"{os.path.dirname(file)}:__main__.", f"{file}:")
+
+    def _keep(self, recipe: Recipe, own: dict[str, Any]) -> None:
+        """Keep the configuration in `config`, with the keys of LightningCLI, and with defaults."""
+        trainer = Hyperparameters({field.name: field.default for field in fields(Settings)} | recipe.trainer)
+        config = Hyperparameters(seed_everything=trainer.pop("seed"), trainer=trainer, ckpt_path=recipe.ckpt_path)
+        config |= self.parser.own | own | vars(self._typed)
+        config.model, config.data = _arguments(recipe.module), recipe.data and _arguments(recipe.data)
+        self.config = config if self.subcommand is None else Hyperparameters({self.subcommand: config})
+
+    def _run(self, job: Job) -> None:
+        """Run the command on the objects, between a subclass's methods before and after it."""
+        self.trainer, self.model, self.datamodule = job.trainer, job.module, job.data
+        self.after_instantiate_classes()
+        if self.subcommand is None:
+            return
+        act = getattr(self, self.subcommand, getattr(job.trainer, self.subcommand))
+        getattr(self, f"before_{self.subcommand}", _nothing)()
+        act(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+        getattr(self, f"after_{self.subcommand}", _nothing)()
+
+
+def path_of(cls: type) -> str:
+    """Return the path by which a configuration names a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _arguments(spec: ClassSpec) -> Hyperparameters:
+    """Return the arguments of a class, with its defaults."""
+    defaults = {name: one.default for name, one in constructor_parameters(spec.cls).named.items()}
+    return Hyperparameters(defaults | spec.arguments)
+
+
+def _nothing() -> None: ...
