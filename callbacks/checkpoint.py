@@ -22,14 +22,16 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
+from trainer.checkpoint.lightning_file import file_of, is_beside, writes_file
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
 from trainer.errors import CheckpointError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
-from trainer.loop.training_state import name_of_run_dir
+from trainer.loop.training_state import name_of_run_dir, write_file_beside
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
+from trainer.names.paths import runs_as_lightning
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 
@@ -68,8 +70,8 @@ class ModelCheckpoint(Checkpoint):
         mode: "min" or "max": which value of `monitor` is better. Default: "min". A name for which larger is better
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
-        save_last: keep the newest one, whatever its value. None and "link" are the same as True: "last" is always a
-            pointer.
+        save_last: keep the newest one, whatever its value; False: do not. "last" is always a pointer. With
+            `single_file`, True and "link" also make `last.ckpt` a link to the newest file.
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
@@ -91,6 +93,10 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: hold only buffers and the weights that train (such as LoRA's adapters) or have changed since
             training began (such as a teacher that follows the model). Loading checks that the module has the same base
             weights.
+        single_file: also write one file in Lightning's shape beside the folder, `<name>.ckpt`, for programs that read,
+            copy or delete checkpoints as files. `best_model_path` and the other paths are then the file's. Default:
+            in a process that runs as Lightning, if the place is not a URL. Rank 0 holds the full state in memory while
+            it writes the file.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -99,7 +105,7 @@ class ModelCheckpoint(Checkpoint):
     agree_on = (
         *("monitor", "mode", "save_top_k", "save_last", "every_n_train_steps", "every_n_epochs", "seconds"),
         *("async_save", "on_write_error", "names_in_filename"),
-        *("trainable_only", "save_on_train_epoch_end", "save_weights_only"),
+        *("trainable_only", "save_on_train_epoch_end", "save_weights_only", "single_file"),
     )
 
     def __init__(
@@ -108,7 +114,7 @@ class ModelCheckpoint(Checkpoint):
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
-        save_last: bool | Literal["link"] | None = True,
+        save_last: bool | Literal["link"] | None = None,
         save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
         save_on_exception: bool = False,
         save_weights_only: bool = False,
@@ -122,6 +128,7 @@ class ModelCheckpoint(Checkpoint):
         async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
         trainable_only: bool = False,
+        single_file: bool | None = None,
     ) -> None:
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
         problems = template_problems(filename)
@@ -130,14 +137,16 @@ class ModelCheckpoint(Checkpoint):
         if monitor is None and save_top_k > 1 and mode is not None:
             problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
         raise_problems(problems, "ModelCheckpoint's arguments")
-        self.dirpath = None if dirpath is None else str(kept_storage_path(dirpath, "dirpath"))
+        place = None if dirpath is None else kept_storage_path(dirpath, "dirpath")
+        self.dirpath = None if place is None else str(place)
+        self.single_file = writes_file(single_file, place)
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
         self.save_top_k = save_top_k
-        self.save_last = save_last is not False
+        self.save_last, self._links_last = save_last is not False, self.single_file and bool(save_last)
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
         self.seconds = read_duration(train_time_interval, "train_time_interval") or None
@@ -151,14 +160,18 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self._start_afresh(Path())
 
-    def _start_afresh(self, folder: StoragePath, in_background: bool = False) -> None:
+    def _start_afresh(
+        self, folder: StoragePath, in_background: bool = False, write_file: Callable[[Path], None] | None = None
+    ) -> None:
         self._folder = folder
         retention = Retention(self.monitor is not None, self.mode, self.save_top_k, self.save_last)
-        self._checkpoints = KeptCheckpoints(folder, retention, in_background)
+        self._checkpoints = KeptCheckpoints(folder, retention, in_background, write_file, self._links_last)
         self._frozen = FrozenWeights()
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
         """The checkpoint that this run was resumed from, if it is in another folder."""
+        self._earlier_file: Path | None = None
+        """The file that was given in its place."""
         self._earlier_best: tuple[StoragePath | None, float | None] = (None, None)
         """The best checkpoint beside it, with its value."""
         self._restored_best: tuple[str | None, float | None] = (None, None)
@@ -256,10 +269,11 @@ class ModelCheckpoint(Checkpoint):
     @property
     def last_model_path(self) -> str:
         """The newest finite checkpoint, as `best_model_path`. Empty before the first."""
-        return str(self._earlier_last or "") if self.last is None else self._path(self.last)
+        return str(self._earlier_file or self._earlier_last or "") if self.last is None else self._path(self.last)
 
     def _path(self, name: str) -> str:
-        return str(self._checkpoints.folder / name)
+        folder = self._checkpoints.folder / name
+        return str(file_of(folder) if self.single_file else folder)
 
     def newest_on_disk(self) -> str:
         return str(self._checkpoints.newest_committed() or self._earlier_last or "")
@@ -280,7 +294,8 @@ class ModelCheckpoint(Checkpoint):
         if stage != "fit":
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
-        self._start_afresh(folder, self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state))
+        in_background = self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state)
+        self._start_afresh(folder, in_background, partial(write_file_beside, trainer.run) if self.single_file else None)
         if not trainer.is_global_zero:
             return
         if self.monitor is not None and self._unclear_mode:
@@ -321,6 +336,8 @@ class ModelCheckpoint(Checkpoint):
         if self.trainable_only:
             state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
             self._frozen.begin(pl_module, state, gather)
+        if trainer.is_global_zero and self.single_file:
+            self._checkpoints.write_missing_files()
         origin, (best, value) = trainer.run.resumed_from, self._restored_best
         if origin is None:
             return
@@ -331,9 +348,10 @@ class ModelCheckpoint(Checkpoint):
             if self._is_owed(trainer):
                 self._save(trainer)
             return
-        self._earlier_last = origin
+        self._earlier_last, self._earlier_file = origin, trainer.run.resumed_file
         if best is not None and is_committed(origin.parent / best):
-            self._earlier_best = origin.parent / best, value
+            earlier = origin.parent / best
+            self._earlier_best = file_of(earlier) if self.single_file and is_beside(earlier) else earlier, value
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._finish_write(trainer)
@@ -347,6 +365,10 @@ class ModelCheckpoint(Checkpoint):
             self._finish_write(trainer)
         if self._checkpoints.listed.step == trainer.global_step:
             self._unsaved = None
+        if runs_as_lightning() and not self.single_file and trainer.is_global_zero:
+            log.warning(
+                "%s has folders alone. ModelCheckpoint(single_file=True) also writes files, on a disk.", self._folder
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":
@@ -487,7 +509,7 @@ class ModelCheckpoint(Checkpoint):
         checkpoints.commit_list()
         self._time_is_up, self._unsaved = False, None
         if trainer.is_global_zero and not checkpoints.in_background:
-            self._notify_saved(trainer, self._path(checkpoints.listed.newest or ""))
+            self._notify_saved(trainer, str(checkpoints.folder / (checkpoints.listed.newest or "")))
         if left_out is not None:
             raise left_out
 

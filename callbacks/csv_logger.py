@@ -30,7 +30,8 @@ class CSVLogger(FileLogger):
         save_dir: folder of the files. Default: the run directory. If another run has left its file in the folder, the
             new run writes into its subfolder `version_1`, and so on.
         name, version: a subfolder `name/version`, as in Lightning; the version n is the folder `version_n`. Default of
-            `version` where `name` is given: the run directory's version, or the next that no other run has.
+            `version` where `name` is given: the number after the last folder `version_n` there. Read before the run,
+            `version` and `log_dir` are those of the run to come.
         prefix: put before all names, with a "-".
         flush_logs_every_n_steps: write after so many steps; None: by time.
         flush_seconds: longest time between two writes to the file, as long as values are logged.

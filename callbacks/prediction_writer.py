@@ -145,7 +145,7 @@ class PredictionWriter(BasePredictionWriter):
         processes = trainer.strategy.processes
         if processes.reports:
             place = processes.reader, processes.readers
-            self._parts = _Parts(folder, self.format, *place, self.max_shard_size, trainer.run.resumed_from)
+            self._parts = _Parts(folder, self.format, *place, self.max_shard_size, trainer.run.origin)
 
     def write_on_batch_end(
         self,

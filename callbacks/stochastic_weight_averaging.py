@@ -59,6 +59,8 @@ class StochasticWeightAveraging(AveragingCallback):
         device: torch.device | str | None = "cpu",
     ) -> None:
         super().__init__()
+        if isinstance(swa_epoch_start, int) and swa_epoch_start < 1:  # of floats, 0 is the first epoch
+            raise ConfigError("StochasticWeightAveraging(swa_epoch_start=0): epochs count from 1; give 1 or 0.0.")
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs

@@ -47,7 +47,8 @@ class TensorBoardLogger(FileLogger):
         save_dir: folder of the event files. Default: the run directory. If another run has left its files in the
             folder, the new run writes into its subfolder `version_1`, and so on.
         name, version: a subfolder `name/version`, as in Lightning; the version n is the folder `version_n`. Default of
-            `version` where `name` is given: the run directory's version, or the next that no other run has.
+            `version` where `name` is given: the number after the last folder `version_n` there. Read before the run,
+            `version` and `log_dir` are those of the run to come.
         log_graph: record the module's graph, from its `example_input_array`.
         default_hp_metric: write the metric `hp_metric` with the hyperparameters, so that TensorBoard lists the run.
         prefix: put before all names, with a "-".

@@ -9,7 +9,7 @@ import sys
 
 from trainer import Trainer
 from trainer.compat import accelerate
-from trainer.compat.names import COLLECTIVES, HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import COLLECTIVES, HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, VIEWED, WORDS
 from trainer.names.aliases import Alias
 
 HEAD = """# Lightning's names
@@ -20,7 +20,8 @@ trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint impo
 is `TrainModule`, `LightningDataModule` is `DataModule`. Of the modules, the data modules and the Trainer every public
 name is here, or in a table below; of other classes and of Lightning's packages those that scripts use. A name in a
 table is answered by an error that says what the table says; `hasattr` and `getattr` with a default work, and `dir`
-shows no such name. The names are those of Lightning 2; `trainer migrate` knows older ones.
+shows no such name. In a process that [runs as Lightning](migrating.md#run-it-unchanged) that error comes when
+the name is used, not when it is imported. The names are those of Lightning 2; `trainer migrate` knows older ones.
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use
@@ -86,6 +87,7 @@ def _rows(name: str) -> list[str]:
         words = {one: text for one, text in words.items() if one not in accelerate.ENGINE_MEMBERS}
     if name == "Trainer":
         rows += [f"| `{one}` | `{alias.path}` |" for one, alias in vars(Trainer).items() if isinstance(alias, Alias)]
+        rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in VIEWED]
         others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
         words |= {f"({one})": text for one, text in others.items()}
     for one, text in words.items():

@@ -395,9 +395,9 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
         state = state_of(engine)
         state["scheduler"].seen, weight = [1], state["model"].module[0].weight
         if spoiled == "seen":
-            state["seen"] = {1}
+            state["seen"] = {len}
         else:
-            state["scheduler"].seen = {1}
+            state["scheduler"].seen = {len}
         nn.init.constant_(weight, 5.0)
         with raises_recorded(LeftOutError):
             engine.save(tmp_path / "one", state)
@@ -408,7 +408,7 @@ def test_a_checkpoint_is_written_without_what_it_cannot_hold(
         assert (state["seen"], state["step"], float(state["model"].module[0].weight.detach().min())) == ([1], 3, 5.0)
         kind = "values" if spoiled == "seen" else "stateful"
         assert f"begins again: engine['{kind}']['{spoiled}']" in caplog.text
-        state["optimizer"].param_groups[0]["seen"] = {1}
+        state["optimizer"].param_groups[0]["seen"] = {len}
         with raises_recorded(CheckpointError):
             engine.save(tmp_path / "two", state)
         assert not (tmp_path / "two").exists()

@@ -311,10 +311,10 @@ def assignments_to_the_trainer(source: str) -> list[str]:
 
 
 def functions_of_the_trainer(source: str) -> list[str]:
-    """Return functions that take the Trainer first, other than hooks and `attach`."""
+    """Return functions that take the Trainer first, other than hooks, `attach`, and `self.trainer = ...`."""
     found = []
     for node in ast.walk(parsed(source)):
-        if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, "attach"}:
+        if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, "attach", "trainer"}:
             continue
         given = [argument for argument in [*node.args.posonlyargs, *node.args.args] if argument.arg != "self"]
         if given and (given[0].arg == "trainer" or ast.unparse(given[0].annotation or given[0]) == "Trainer"):

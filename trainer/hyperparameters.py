@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from trainer.arguments import hints_of, options_of
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, missing_package_advice, raise_problems
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, missing_package_advice
 
 log = logging.getLogger("trainer")
 
@@ -56,7 +57,9 @@ class Hyperparameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(
+                f"no hyperparameter {name!r}; there are: {', '.join(map(str, self)) or 'none'}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -64,6 +67,11 @@ class Hyperparameters(dict[str, Any]):
 
 class HasHyperparameters:
     """Base of what has hyperparameters: `save_hyperparameters` keeps them in `hparams`."""
+
+    # The keys that Lightning's checkpoints have for them.
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -76,12 +84,24 @@ class HasHyperparameters:
         """The hyperparameters when they were first saved."""
         return Hyperparameters(self.__dict__.get("_hparams_initial", self.hparams))
 
-    @property
-    def hyperparameter_problems(self) -> list[str]:
-        """The problems of values in `hparams` that are not data, unless a warning has named them."""
+    def hyperparameters_to_store(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the hyperparameters as a checkpoint stores them, and their kinds.
+
+        Values that are not data are left out. A warning names each of them once.
+        """
+        stored, kinds, problems = encoded_hyperparameters(self.hparams)
         reported = self.__dict__.get("_hparams_left_out", ())
-        found = [data_problem(value, str(name)) for name, value in self.hparams.items() if str(name) not in reported]
-        return [problem for problem in found if problem is not None]
+        left_out = [name for name in problems if name not in reported]
+        self.__dict__["_hparams_left_out"] = (*reported, *left_out)
+        if left_out and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "%s: the hyperparameters %s are not data, so checkpoints do not contain them: give them to "
+                "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
+                type(self).__name__,
+                ", ".join(problems[name] for name in left_out),
+                left_out,
+            )
+        return stored, kinds
 
     def save_hyperparameters(
         self, *args: Any, ignore: Any = None, frame: FrameType | None = None, logger: bool = True, **values: Any
@@ -89,8 +109,9 @@ class HasHyperparameters:
         """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
 
         A base class that calls this keeps the arguments of its subclasses, too. `load_from_checkpoint` restores paths,
-        enumerations, sets, dataclasses and the like. A value that is not data (a module, a function) is kept in
-        `hparams` only, and a warning names it: pass it to `load_from_checkpoint`.
+        enumerations, sets, dataclasses and the like. A value that is not data (a module, a class, a function), or that
+        contains one, is kept in `hparams` only, and a warning names it: pass it to `load_from_checkpoint`. The same
+        holds for values that you put into `hparams` later.
 
         Args:
             args: names of arguments to keep; or a dict, namespace or configuration whose entries are kept.
@@ -100,7 +121,7 @@ class HasHyperparameters:
             values: keep these instead of what the arguments say.
 
         Raises:
-            ConfigError: a value that was asked for by name is not data, so that no checkpoint could store it.
+            ConfigError: this is not called inside `__init__`, or a name is not the name of an argument.
         """
         if frame is None:
             frame = inspect.currentframe()
@@ -125,18 +146,7 @@ class HasHyperparameters:
         self.hparams.update(kept.values)
         state["_hparams_for_loggers"] = logger
         state["_hparams_initial"] = dict(self.hparams)
-        reported = state.get("_hparams_left_out", ())
-        left_out = [name for name in kept.left_out if name not in reported]
-        state["_hparams_left_out"] = (*reported, *left_out)
-        if left_out and is_first:
-            names = ", ".join(left_out)
-            log.warning(
-                "%s: the hyperparameters %s are not data, so checkpoints do not contain them: give them to "
-                "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
-                type(self).__name__,
-                names,
-                left_out,
-            )
+        self.hyperparameters_to_store()
 
 
 class Collected(NamedTuple):
@@ -146,8 +156,6 @@ class Collected(NamedTuple):
     inside: dict[str, list[str]]
     """The names of the values in the argument that holds them, as in `__init__(self, config)`; "": that are arguments
     themselves."""
-    left_out: tuple[str, ...]
-    """The names of values that are not data: kept on the object, and left out of checkpoints."""
 
 
 def collect_hyperparameters(
@@ -161,7 +169,7 @@ def collect_hyperparameters(
         names: arguments to keep; or one dict, namespace or configuration, whose entries are kept.
 
     Raises:
-        ConfigError: `frame` does not run a method of `owner`, or a value that was asked for by name is not data.
+        ConfigError: `frame` does not run a method of `owner`, or a name is not the name of an argument.
     """
     if not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
@@ -178,10 +186,7 @@ def collect_hyperparameters(
     if added := [name for name in values if name not in kept]:
         inside[""] = [*inside.get("", ()), *added]
     kept.update(values)
-    problems = {name: problem for name, value in kept.items() if (problem := data_problem(value, str(name)))}
-    refused = [problem for name, problem in problems.items() if name in (*names, *values)]
-    raise_problems(refused, "the hyperparameters")
-    return Collected(kept, inside, tuple(map(str, problems)))
+    return Collected(kept, inside)
 
 
 def _check_names(names: Collection[Any], arguments: Mapping[str, Any], kind: str) -> None:
@@ -269,7 +274,7 @@ def constructor_arguments(
 
     Args:
         inside: as `own_and_inside` takes it.
-        kinds: the kinds of the values, from `kinds_of_hyperparameters`; None: use the annotations.
+        kinds: the kinds of the values, from `encoded_hyperparameters`; None: use the annotations.
         partial: arguments without a default may be missing.
 
     Raises:
@@ -280,17 +285,17 @@ def constructor_arguments(
     for name, kind in (kinds or {}).items():
         if name in stored and name not in given:
             stored[name] = as_given(stored[name], kind, owner, name)
-    own, wholes = own_and_inside(stored, inside)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    arguments = {name: stored[name] for name in own if takes_any or name in signature.parameters}
+    own, wholes = own_and_inside({**stored, **(kinds or {})}, inside)  # also the names of those that are left out
+    takes_any = inspect.Parameter.VAR_KEYWORD in {one.kind for one in signature.parameters.values()}
+    arguments = {name: stored[name] for name in own if name in stored and (takes_any or name in signature.parameters)}
     if kinds is None:
         arguments = as_annotated(owner, arguments)
-    for argument, names in wholes.items():
-        entries = {name: given.get(name, stored[name]) for name in names}
-        arguments[argument] = _in_one(entries, owner, argument)
-    entered = {name for names in wholes.values() for name in names}.difference(own)
-    arguments |= {name: value for name, value in given.items() if name not in entered}
+    made, missing = _made_wholes(wholes, {**stored, **given}, owner) if wholes else ({}, {})
+    entered = {*chain.from_iterable(wholes.values())}.difference(own)
+    arguments |= made | {name: value for name, value in given.items() if name not in entered}
     try:
+        if {*missing} - {*given} and not partial:
+            raise TypeError(f"missing {first_of(chain.from_iterable(missing.values()))}")
         _bound(owner, arguments, partial)
     except TypeError as error:
         raise CheckpointError(
@@ -298,15 +303,37 @@ def constructor_arguments(
             f"{error}. Give missing ones by keyword, load_from_checkpoint(path, name=value); to have them stored, call "
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
+    _report_defaults(owner, {*own} & {*signature.parameters} - {*arguments}, partial)
     return arguments
 
 
+def _report_defaults(owner: type, names: Collection[str], partial: bool) -> None:
+    """Name the arguments that are not data, so that a checkpoint lacks them, unless something else may give them."""
+    if names and not partial:
+        words = "%s: the checkpoint does not contain %s, so the defaults are used: give them to load_from_checkpoint"
+        log.warning(words, owner.__name__, ", ".join(sorted(names)))
+
+
+def _made_wholes(
+    wholes: Mapping[str, list[str]], known: Mapping[str, Any], owner: type
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the arguments that hold several hyperparameters, and by argument what is missing for the others."""
+    made, missing = {}, {}
+    for argument, names in wholes.items():
+        if unknown := [f"{name} (inside of {argument})" for name in names if name not in known]:
+            missing[argument] = unknown
+        else:
+            made[argument] = _in_one({name: known[name] for name in names}, owner, argument)
+    return made, missing
+
+
 def own_and_inside(
-    stored: Mapping[str, Any], inside: str | Mapping[str, list[str]] | None
+    stored: Collection[str], inside: str | Mapping[str, list[str]] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Return the names of the hyperparameters that are arguments themselves, and of those inside of one, by it.
 
     Args:
+        stored: the names of all hyperparameters.
         inside: as a checkpoint has it, and `Collected`; a text: all of them are in the argument of this name.
     """
     wholes = {inside: [*stored]} if isinstance(inside, str) else {**(inside or {})}
@@ -358,22 +385,35 @@ Kind = list[Any] | None
 """`[name, class, kinds of the items by their position]`, each None where there is nothing to say."""
 
 
+LEFT_OUT: Kind = ["left out", None, None]
+"""The kind of a hyperparameter that is not data, so that a checkpoint has its name only."""
+MAX_DEPTH = 40
+"""Levels of containers in a hyperparameter. Their kinds take two levels each, of the 100 that a checkpoint has."""
+
+
 class _NotDataError(Exception):
-    """A value is not data; the message is the problem."""
+    """A value is not data; the message is its path inside the hyperparameters, and its class."""
 
 
-def data_problem(value: Any, where: str) -> str | None:
-    """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
+def encoded_hyperparameters(hparams: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return hyperparameters as a checkpoint stores them, their kinds, and the places of those that are not data.
 
     Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, a timedelta, a dtype or
     device of torch, and dicts, lists, tuples, sets, dataclasses, namespaces and OmegaConf's configurations of data; but
-    no containers of other classes.
+    not containers of other classes. A hyperparameter that contains something else is not stored, and its kind is
+    `LEFT_OUT`. Of one that comes back unchanged the kind is not in the result.
     """
-    try:
-        _encoded(value, where)
-    except _NotDataError as error:
-        return str(error)
-    return None
+    stored: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for name, value in hparams.items():
+        try:
+            stored[str(name)], kind = _encoded(value, str(name))
+        except _NotDataError as error:
+            problems[str(name)], kind = str(error), LEFT_OUT
+        if kind is not None:
+            kinds[str(name)] = kind
+    return stored, kinds, problems
 
 
 def as_stored(value: Any) -> Any:
@@ -387,55 +427,38 @@ def as_stored(value: Any) -> Any:
         return value
 
 
-def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return those hyperparameters that are data, as a checkpoint stores them."""
-    return {name: stored for name, (stored, _) in _each_encoded(hparams).items()}
-
-
-def kinds_of_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the kinds of those hyperparameters that `stored_hyperparameters` does not return unchanged, by name."""
-    return {name: kind for name, (_, kind) in _each_encoded(hparams).items() if kind is not None}
-
-
-def _each_encoded(hparams: Mapping[Any, Any]) -> dict[str, tuple[Any, Kind]]:
-    found = {}
-    for name, value in hparams.items():
-        with contextlib.suppress(_NotDataError):
-            found[str(name)] = _encoded(value, str(name))
-    return found
-
-
-def _encoded(value: Any, where: str) -> tuple[Any, Kind]:
+def _encoded(value: Any, where: str, depth: int = 0) -> tuple[Any, Kind]:
     """Return what is stored of a value, and its kind.
+
+    Args:
+        depth: the number of containers around the value.
 
     Raises:
         _NotDataError: no checkpoint can store it.
     """
     if is_scalar(value):
         return value, None
-    name = _kind_of(value)
-    if name is None:
-        argument = where.split("[")[0]
-        raise _NotDataError(
-            f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
-            "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
-            f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
-        )
-    detail, content = _CODECS[name].detail(value), _CODECS[name].content(value)
+    name, problem = kind_of(value), _NotDataError(f"{where} ({type(value).__name__})")
+    if name is None or depth > MAX_DEPTH:  # a value that contains itself has no end
+        raise problem
+    try:
+        detail, content = CODECS[name].detail(value), CODECS[name].content(value)
+    except Exception as error:  # of a property, a resolver, or a field without a value
+        raise problem from error
     if name == "omegaconf":
-        stored, inside = _encoded(content, where)
+        stored, inside = _encoded(content, where, depth + 1)
         return stored, [name, detail, inside]
     if isinstance(content, dict):
-        return _encoded_entries(name, detail, content, where)
+        return _encoded_entries(name, detail, content, where, depth + 1)
     if not isinstance(content, (list, tuple)):
         return content, [name, detail, None]
-    items, kinds = _encoded_items(content, [f"{where}[{position}]" for position in range(len(content))])
+    items, kinds = _encoded_items(content, [f"{where}[{position}]" for position in range(len(content))], depth + 1)
     is_plain = name in ("list", "tuple") and kinds is None
     return type(content)(items), None if is_plain else [name, detail, kinds]
 
 
-def _kind_of(value: Any) -> str | None:
-    """Return the name of a value's kind, a key of `_CODECS`; None if no checkpoint can store the value."""
+def kind_of(value: Any) -> str | None:
+    """Return the name of a value's kind, a key of `CODECS`; None if no checkpoint can store the value."""
     kind: type = type(value)
     if kind in _BY_CLASS:
         return _BY_CLASS[kind]
@@ -477,7 +500,7 @@ class _Codec(NamedTuple):
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
     """Return the values of a set in the same order in each process."""
-    return sorted(values, key=lambda one: repr(as_stored(one)))
+    return sorted(values, key=lambda one: (repr(as_stored(one)), type(one).__name__))
 
 
 def _full_name(value: Any) -> str:
@@ -485,7 +508,10 @@ def _full_name(value: Any) -> str:
 
 
 def _content_of_enum(member: enum.Enum) -> Any:
-    return member.name if data_problem(member.value, member.name) else as_stored(member.value)
+    try:
+        return _encoded(member.value, "")[0]
+    except _NotDataError:
+        return member.name
 
 
 def _enum_member(content: Any, detail: Any, owner: type) -> Any:
@@ -543,8 +569,21 @@ def _omegaconf(content: Any, flags: Mapping[str, bool], owner: type) -> Any:
 
 
 def _dtype(name: str, detail: None, owner: type) -> Any:
-    torch = sys.modules["torch"]
+    import torch
+
     return {one: value for one, value in vars(torch).items() if isinstance(value, torch.dtype)}[name]
+
+
+def _device(name: str, detail: None, owner: type) -> Any:
+    import torch
+
+    return torch.device(name)
+
+
+def _size(sizes: tuple[int, ...], detail: None, owner: type) -> Any:
+    import torch
+
+    return torch.Size(sizes)
 
 
 def _made_by(cls: Callable[[Any], Any], content: Any, detail: Any, owner: type) -> Any:
@@ -552,7 +591,7 @@ def _made_by(cls: Callable[[Any], Any], content: Any, detail: Any, owner: type) 
     return cls(content)
 
 
-_CODECS: dict[str, _Codec] = {
+CODECS: dict[str, _Codec] = {
     "list": _Codec(list),
     "tuple": _Codec(tuple),
     "deque": _Codec(list, lambda content, detail, owner: deque(content, detail), lambda value: value.maxlen),
@@ -575,13 +614,14 @@ _CODECS: dict[str, _Codec] = {
     ),
     "enum": _Codec(_content_of_enum, _enum_member, lambda value: [_full_name(value), value.name]),
     "dtype": _Codec(lambda value: str(value).removeprefix("torch."), _dtype),
-    "device": _Codec(str, lambda name, detail, owner: sys.modules["torch"].device(name)),
-    "Size": _Codec(tuple, lambda sizes, detail, owner: sys.modules["torch"].Size(sizes)),
+    "device": _Codec(str, _device),
+    "Size": _Codec(tuple, _size),
     "namedtuple": _Codec(
         tuple, lambda content, detail, owner: _class_named(owner, detail, tuple)(*content), _full_name
     ),
     "omegaconf": _Codec(_content_of_omegaconf, _omegaconf, _flags),
     "dataclass": _Codec(_fields_of, _dataclass, _full_name),
+    "left out": _Codec(lambda value: value),  # a tensor that was imported with a checkpoint of Lightning's
 }
 _BY_CLASS: dict[type, str] = {
     type(Path()): "path",
@@ -596,26 +636,25 @@ _BY_CLASS: dict[type, str] = {
 _DICTS = ("dict", "OrderedDict", "Counter", "Hyperparameters")
 
 
-def _encoded_items(values: Iterable[Any], places: Iterable[str]) -> tuple[list[Any], dict[str, Any] | None]:
+def _encoded_items(values: Iterable[Any], places: Iterable[str], depth: int) -> tuple[list[Any], dict[str, Any] | None]:
     """Return what is stored of several values, and their kinds by position; None where there is nothing to say."""
-    encoded = [_encoded(value, where) for value, where in zip(values, places, strict=True)]
+    encoded = [_encoded(value, where, depth) for value, where in zip(values, places, strict=True)]
     kinds = {str(position): kind for position, (_, kind) in enumerate(encoded) if kind is not None}
     return [stored for stored, _ in encoded], kinds or None
 
 
-def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str) -> tuple[dict[Any, Any], Kind]:
+def _encoded_entries(
+    name: str, detail: Any, content: dict[Any, Any], where: str, depth: int
+) -> tuple[dict[Any, Any], Kind]:
     """Return what is stored of a dict, a namespace or a dataclass, and its kind."""
-    keys, of_keys = _encoded_items(content, [where] * len(content))
-    items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content])
+    keys, of_keys = _encoded_items(content, [where] * len(content), depth)
+    items, of_items = _encoded_items(content.values(), [f"{where}[{key!r}]" for key in content], depth)
     try:
         stored = dict(zip(keys, items, strict=True))
     except TypeError:  # the key is a set, which is stored as a list
         stored = {}
     if len(stored) < len(content):
-        raise _NotDataError(
-            f"hyperparameter {where} is a dict with keys that a checkpoint cannot store, or stores alike: give it "
-            "texts or numbers."
-        )
+        raise _NotDataError(f"{where} (with keys that a checkpoint cannot store, or stores alike)")
     if name == "dict" and of_keys is None and of_items is None:
         return stored, None
     return stored, [name, of_keys if name in _DICTS else detail, of_items]
@@ -624,7 +663,7 @@ def _encoded_entries(name: str, detail: Any, content: dict[Any, Any], where: str
 def as_given(value: Any, kind: Any, owner: type, where: str) -> Any:
     """Return a stored value in its original class, which the owner's annotations or modules have to name."""
     try:
-        return _made(value, kind, lambda name, content, detail: _CODECS[name].make(content, detail, owner))
+        return _made(value, kind, lambda name, content, detail: CODECS[name].make(content, detail, owner))
     except (ImportError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"hyperparameter {where} cannot be made again from the checkpoint ({error})."

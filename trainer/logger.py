@@ -126,30 +126,31 @@ class Logger(Callback):
     @Overridable
     def name(self) -> str | None:
         """The name of the experiment: the folder that has the runs."""
-        return self._folders.name_in(self._run_dir)
+        return self.folder_of_files.name_in(self._run_dir)
 
     @Overridable
     def version(self) -> int | str | None:
         """The name or number of the run."""
-        return self._folders.version_in(self._run_dir)
+        return self.folder_of_files.version_in(self._run_dir)
 
     @Overridable
     def save_dir(self) -> Any:
         """The folder that has the experiments' folders."""
-        return self._folders.save_dir(self._run_dir)
+        return self.folder_of_files.save_dir(self._run_dir)
 
     @Overridable
     def root_dir(self) -> Any:
         """The folder of the experiment."""
-        return self._folders.root_dir(self._run_dir)
+        return self.folder_of_files.root_dir(self._run_dir)
 
     @Overridable
     def log_dir(self) -> Any:
         """The folder of the run."""
-        return self._folders.log_dir(self._run_dir)
+        return self.folder_of_files.log_dir(self._run_dir)
 
     @property
-    def _folders(self) -> LoggerFolder:
+    def folder_of_files(self) -> LoggerFolder:
+        """The logger's `place`, or the run directory."""
         return self.place or RUN_DIRECTORY
 
     @property

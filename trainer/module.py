@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from trainer.arguments import ChecksArguments
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
-from trainer.checkpoint.directory import locate
-from trainer.checkpoint.format import evaluated_weights, read_checkpoint
+from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
+from trainer.checkpoint.lightning_file import read_located
 from trainer.checkpoint.schema import require
 from trainer.data.transfer import move_data_to_device
 from trainer.distributed.all_gather import gather_nested, gather_uneven
-from trainer.errors import ConfigError, restoring
+from trainer.errors import ConfigError, restoring, shown
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
 from trainer.model.compile import GRAPH_BREAKING_METHODS
-from trainer.model.optional_methods import OptionalMethods
+from trainer.model.optional_methods import OptionalMethods, no_loader
 from trainer.model.weights import MapLocation, load_weights, match_buffers, read_map_location
 from trainer.names.misses import Answers
 from trainer.optimizers import parameters_of
@@ -47,7 +47,7 @@ EXCLUDED_FROM_PICKLE = (
 WITHOUT_TRAINER: Any = SimpleNamespace(loggers=(), rank=0, local_rank=0, global_step=0, current_epoch=0)
 """The properties of a trainer, for a module that no trainer has run."""
 READ_ONLY = (
-    *("hparams", "trainer", "device", "dtype", "loggers"),
+    *("hparams", "device", "dtype", "loggers"),
     *("global_step", "current_epoch", "global_rank", "local_rank"),
 )
 
@@ -117,7 +117,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         Allowed are: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
         `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a
         dict with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`,
-        `"name"`.
+        `"name"`. None: the run has no optimizer, and changes no weights.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
@@ -154,15 +154,19 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     def train_dataloader(self) -> Any:
         """Return a DataLoader, or any iterable of batches, for training."""
+        raise no_loader(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
         """Return the validation loaders: one loader, a list of loaders, or a dict of name to loader."""
+        raise no_loader(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
         """Return the loaders of `trainer.test`, in the forms of `val_dataloader`."""
+        raise no_loader(self, "test_dataloader")
 
     def predict_dataloader(self) -> Any:
         """Return the loaders of `trainer.predict`, in the forms of `val_dataloader`."""
+        raise no_loader(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed if need be, before the transfer to the device."""
@@ -373,7 +377,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Args:
             checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`;
-                or a run directory, for its last one.
+                or a run directory, for its last one; or a file in Lightning's shape, which runs no code.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.
@@ -386,7 +390,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
-        checkpoint = read_checkpoint(locate(checkpoint_path))
+        checkpoint = read_located(checkpoint_path)
         inside = {"module?": {str: object}, "arguments?": {str: (str, None, {str: [str]})}, "kinds?": {str: dict}}
         kinds = {"model": dict, "added?": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": inside}
         require(checkpoint, kinds, "the checkpoint")
@@ -559,10 +563,10 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module.
+        """The trainer that runs this module, or was assigned between two runs.
 
         Raises:
-            ConfigError: no trainer has run this module.
+            ConfigError: no trainer has run this module; or another one is assigned in a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
@@ -571,6 +575,19 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
                 "work inside trainer.fit, validate, test and predict."
             )
         return trainer
+
+    @trainer.setter
+    def trainer(self, given: Trainer | None) -> None:
+        current: Any = self.__dict__.get("_trainer")
+        if given is not current and isinstance(getattr(current, "stage", None), str):
+            raise ConfigError(
+                f"self.trainer runs {current.stage}, and cannot be changed in it: assign it before or after."
+            )
+        if given is not None and not hasattr(given, "fit"):
+            raise ConfigError(
+                f"self.trainer = {shown(given)}: it is for a Trainer. Use another name, such as self.my_trainer."
+            )
+        self.attach(given)
 
     @property
     def _facts(self) -> Trainer:
@@ -626,8 +643,11 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         return self._facts.current_epoch
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Set the trainer of this module, outside of `nn.Module`'s registries, copies and pickles."""
+        """Set the trainer of this module and its children, outside of `nn.Module`'s registries, copies and pickles."""
         self.__dict__["_trainer"] = trainer
+        for child in self.children():
+            if isinstance(child, TrainModule):
+                child.attach(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -89,6 +90,21 @@ class TimedScheduler:
         self.rests = True
 
 
+class NoOptimizer(Optimizer):
+    """Takes the place of the optimizer if `configure_optimizers` returns None: without parameters, its step changes
+    nothing."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Return the result of the closure."""
+        return None if closure is None else closure()
+
+
 def optimizer_like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     """Return a new optimizer of the class and options of `optimizer`, for other parameters.
 
@@ -114,10 +130,9 @@ def parse_optimizers(
         calls_step: they are stepped by their method `step`; False: by an override of `lr_scheduler_step`.
 
     Raises:
-        ConfigError: the value has another form or an unknown key, an optimizer has no trainable parameters, or a
-            scheduler cannot be stepped or stored.
+        ConfigError: the value has another form or an unknown key, or a scheduler cannot be stepped or stored.
     """
-    optimizers, schedulers = _read(configured, module_name)
+    optimizers, schedulers = _read(NoOptimizer() if configured is None else configured, module_name)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -125,13 +140,11 @@ def parse_optimizers(
                 'return torch.optim.AdamW(...), {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: '
                 "[optimizer], [scheduler]."
             )
-        if not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
-            raise ConfigError(
-                f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
-                "a gradient: all of its parameters are frozen, or it was given an empty list."
-            )
-    if not optimizers:
-        raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
+    if not optimizers and automatic:
+        raise ConfigError(
+            f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...), or None for a "
+            "training without one."
+        )
     for config in schedulers:
         _check_scheduler(config, automatic, calls_step)
         # Schedulers of other libraries may lack the attribute `optimizer`.
@@ -162,6 +175,21 @@ def _check_scheduler(config: TimedScheduler, automatic: bool, calls_step: bool) 
             f"{kind} needs the name of a logged value: return "
             '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}.'
         )
+
+
+def trains_something(optimizer: Optimizer) -> bool:
+    """Whether a parameter of an optimizer requires a gradient."""
+    return any(parameter.requires_grad for parameter in parameters_of([optimizer]))
+
+
+def require_trainable(optimizers: Iterable[Optimizer], module_name: str) -> None:
+    """Raise ConfigError if nothing in an optimizer requires a gradient, when hooks have unfrozen what they will."""
+    for optimizer in optimizers:
+        if not trains_something(optimizer) and not isinstance(optimizer, NoOptimizer):
+            raise ConfigError(
+                f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
+                "a gradient: all of its parameters are frozen, or it was given an empty list."
+            )
 
 
 def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: bool) -> None:

@@ -21,7 +21,6 @@ from trainer.arguments import require_bool, with_python_numbers
 from trainer.callback import Callback, Checkpoint, attach, callback_named
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
-from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import NO_ITEMS, Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
@@ -38,7 +37,7 @@ from trainer.loop.run import NO_RUN, NoRun, Run, Session
 from trainer.loop.save_rehearsal import check_states_storable, rehearse_save
 from trainer.loop.setup import start_run
 from trainer.loop.step import checked_loss, even_window, outputs_for_hooks, without_items
-from trainer.loop.training_state import rewind, save_state
+from trainer.loop.training_state import rewind, save_state, writer_to
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.phases import DATA, each_wait
 from trainer.metrics.reductions import as_tensors
@@ -229,9 +228,9 @@ class Trainer:
                 module. Default: the data module's or the module's loaders.
             val_dataloaders: a validation loader, a list of loaders, or a dict of loaders by name.
             datamodule: provides the loaders instead.
-            ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
-                is no checkpoint yet, so that one command both starts and restarts a job. A run directory stands for
-                its last checkpoint.
+            ckpt_path: the checkpoint to resume from: a folder, a file in Lightning's shape, "best", or "last", which
+                starts a new training if there is no checkpoint yet, so that one command both starts and restarts a job.
+                A run directory stands for its last checkpoint.
             weights_only: has no effect, because no checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.runs.facts.GROUPS`, such as "dataset", "shuffle", "optimizers".
@@ -277,7 +276,8 @@ class Trainer:
                 checkpoint if `fit` wrote any, whatever was evaluated since.
             dataloaders: a loader, a list of loaders, or a dict of loaders by name; or the data module. Default: those
                 of `datamodule` or `module`.
-            ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
+            ckpt_path: the checkpoint whose weights to use: a folder, a file in Lightning's shape, "best" or "last";
+                None: the module's weights.
             verbose: print the values.
             datamodule: provides the loaders instead.
             weights_only: has no effect, because no checkpoint contains code.
@@ -290,7 +290,7 @@ class Trainer:
         require_bool("verbose", verbose)
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_evaluation(run), verbose)
+            return self._printed(run_evaluation(run), verbose)
 
     def test(
         self,
@@ -306,7 +306,7 @@ class Trainer:
         require_bool("verbose", verbose)
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
-            return self._results(run_evaluation(run), verbose)
+            return self._printed(run_evaluation(run), verbose)
 
     def predict(
         self,
@@ -354,6 +354,7 @@ class Trainer:
         weights_only: bool | None = None,
         storage_options: None = None,
         info: dict[str, Any] | None = None,
+        single_file: bool | None = None,
     ) -> None:
         """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
@@ -366,17 +367,21 @@ class Trainer:
             weights_only: leave out the state of optimizers and schedulers; training cannot continue from it.
             storage_options: not supported; fsspec reads the options of a URL from its configuration file.
             info: your own data, for `trainer checkpoint list` and the like.
+            single_file: write one file in Lightning's shape in place of the folder, replacing a file that is there.
+                Default: in a process that runs as Lightning, unless at a URL. A training continues from it as from the
+                folder.
 
         Raises:
-            ConfigError: `weights_only` is not a bool, or `storage_options` is given.
+            ConfigError: an argument is of another type, `storage_options` is given, or a single file has a URL.
             CheckpointError: the checkpoint could not be written; nothing is left at `filepath`.
         """
         run = self._begun("save_checkpoint")
         require_bool("weights_only", weights_only)
+        require_bool("single_file", single_file)
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         if run.saves.delays and not run.clock.interrupted:
-            run.saves.add(partial(self.save_checkpoint, filepath, weights_only, info=info))
+            run.saves.add(partial(self.save_checkpoint, filepath, weights_only, None, info, single_file))
             return
         wait_for_callers(self.strategy.processes, "save_checkpoint")
         if self.strategy.shards_state:
@@ -385,12 +390,8 @@ class Trainer:
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.values.read()
-        group = self.checkpoint_group
-        self.save_with(
-            lambda state, about: write_checkpoint(filepath, state, info=about, process_group=group),
-            info or {},
-            bool(weights_only),
-        )
+        with writer_to(run, filepath, single_file, self.checkpoint_group) as write:
+            self.save_with(write, info or {}, bool(weights_only))
         if self.is_global_zero:
             run.hooks.on_checkpoint_saved(str(as_storage_path(filepath)))
 
@@ -486,7 +487,7 @@ class Trainer:
     ) -> AbstractContextManager[Run]:
         return start_run(self.config, self._session, *call, self.adopt, allow_changes, weights)
 
-    def _results(self, results: list[dict[str, float]], verbose: bool) -> list[dict[str, float]]:
+    def _printed(self, results: list[dict[str, float]], verbose: bool) -> list[dict[str, float]]:
         """Print the results of an evaluation, and return them."""
         for values in results if verbose else ():
             self.print("\n".join(f"{name:<24} {value:.6g}" for name, value in values.items()))
@@ -505,8 +506,9 @@ class Trainer:
 
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
+        hyperparameters = run.logged_hyperparameters()  # names those that no checkpoint contains, also without loggers
         for logger in run.loggers if self.is_global_zero and not run.clock.is_over else ():
-            logger.record_hyperparameters(with_python_numbers(run.logged_hyperparameters(), depth=50))
+            logger.record_hyperparameters(with_python_numbers(hyperparameters, depth=50))
             logger.log_graph(run.module)
         # The values that a resumed run logs in its first hooks are in the checkpoint already.
         scope = run.metrics.scope if run.resumed_from is None else MetricScope(batches=False, steps=False)
@@ -579,6 +581,7 @@ class Trainer:
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope), repeating(run) if resumed else NULL_CONTEXT:
             run.hooks.on_train_epoch_start()
+        run.guards.begin_epoch()
         run.optimizer_averages.train()  # also groups that the hook has added
         run.generators.restore()
         run.progress.epoch_started = True
@@ -1040,7 +1043,7 @@ class Trainer:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the run has started from; None without one."""
-        return None if self._last.resumed_from is None else str(self._last.resumed_from)
+        return None if self._last.origin is None else str(self._last.origin)
 
     @property
     def stop_reason(self) -> str | None:

@@ -11,7 +11,7 @@ from trainer.checkpoint.optimizer_state import extra_of
 from trainer.errors import first_of, problems_found
 from trainer.model.unsupported import unsupported
 from trainer.module import TrainModule
-from trainer.optimizers import optimizers_inside, with_modes
+from trainer.optimizers import NoOptimizer, optimizers_inside, with_modes
 from trainer.precision import Precision, has_statistics, multiplies_buffers
 from trainer.strategies.optimizer_trials import is_elementwise
 from trainer.strategy import StepOptions
@@ -103,6 +103,8 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
             f"configure_optimizers gave {len(optimizers)} optimizers, and DeepSpeed's engine takes one: give several "
             "groups of parameters to one optimizer."
         ]
+    if isinstance(optimizers[0], NoOptimizer):
+        return ["configure_optimizers returned None, and DeepSpeed's engine needs an optimizer: use strategy 'ddp'."]
     optimizer = optimizers[0]
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     frozen = [number for number, group in enumerate(groups) if not any(p.requires_grad for p in group["params"])]

@@ -28,6 +28,7 @@ def rows(path: Any = "metrics.csv") -> list[dict[str, str]]:
 @pytest.fixture
 def logger() -> Iterator[CSVLogger]:
     logger = CSVLogger(".", flush_seconds=math.inf)
+    assert logger.version == 0  # whatever a test writes into the folder
     yield logger
     logger.close()
 

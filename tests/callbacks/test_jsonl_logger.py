@@ -107,8 +107,9 @@ def test_a_second_fit_writes_next_to_the_first_and_a_test_adds() -> None:
 
 
 def test_a_file_that_was_cut_off_or_is_no_log() -> None:
-    Path("metrics.jsonl").write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2, "a"')
     logger = JSONLLogger(".")
+    assert logger.version == 0
+    Path("metrics.jsonl").write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2, "a"')
     logger.log_metrics({"a": 3.0}, 3)
     logger.close()
     assert [line["step"] for line in lines()] == [1, 3]
@@ -116,7 +117,8 @@ def test_a_file_that_was_cut_off_or_is_no_log() -> None:
     quiet(max_epochs=1, enable_checkpointing=True).fit(Toy(), loader(1))
     resumed = quiet(max_epochs=2, enable_checkpointing=True, logger=JSONLLogger("."), log_every_n_steps=1)
     resumed.fit(Toy(), loader(1), ckpt_path="last")
-    assert [line["step"] for line in lines()] == [0, 2]
+    assert [line["step"] for line in lines("version_1")] == [0, 2]
+    assert Path("metrics.jsonl").read_bytes() == b"\xff\n[]\n3\n"
 
 
 def test_a_full_disk_is_reported_once_and_lines_are_kept(

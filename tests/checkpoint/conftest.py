@@ -8,6 +8,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ SCALARS: list[Any] = [
 ]
 
 
+KINDS: list[Any] = [
+    *({1, "1", (2, None)}, set(), frozenset({-0.5, torch.int8}), {Path("1"), "1", 1.0}, range(9, 0, -2)),
+    *(torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), timedelta(-3, 4, 5), Path("a/b")),
+]
+
+
 def random_tensor(rng: random.Random) -> torch.Tensor:
     dtype = rng.choice(list(DTYPES.values()))
     shape = [rng.choice([0, 1, 2, 5]) for _ in range(rng.choice([0, 1, 2, 4]))]
@@ -70,12 +77,14 @@ def random_tensor(rng: random.Random) -> torch.Tensor:
 
 
 def random_tree(rng: random.Random, depth: int) -> Any:
-    kind = rng.choice(["scalar", "tensor", "list", "tuple", "dict", "keys", "counter"]) if depth else "scalar"
+    kind = rng.choice(["scalar", "tensor", "kind", "list", "tuple", "dict", "keys", "counter"]) if depth else "scalar"
     size = rng.choice([0, 1, 2, 3])
     if kind == "scalar":
         return rng.choice(SCALARS)
     if kind == "tensor":
         return random_tensor(rng)
+    if kind == "kind":
+        return rng.choice(KINDS)
     if kind == "counter":
         return Counter([rng.randrange(3) for _ in range(size)])
     children = [random_tree(rng, depth - 1) for _ in range(size)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.alike import alike
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback
 from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
+from trainer.cli.main import main
 from trainer.loop.training_state import KINDS
 
 OWN = sorted({*(name.removesuffix("?") for name in KINDS), "step", "epoch", "global_step", "info", "base"} - {"model"})
@@ -111,3 +115,53 @@ def test_a_value_under_the_name_of_the_weights_is_the_users(value: Any, tmp_path
     quiet().validate(again, loader(1), ckpt_path=tmp_path / "epoch=0-step=2")
     assert again.read == value
     assert_same_bits(again.state_dict(), module.state_dict())
+
+
+class KeepsKinds(Callback):
+    """Adds values that are not in JSON, as packages do, and keeps them in its own state, too."""
+
+    kept: dict[str, Any] = {
+        "model_dtype": torch.bfloat16,
+        "shape": torch.Size([2, 3]),
+        "seen": {"a", "b", 3},
+        "frozen": frozenset({torch.float16}),
+        "device": torch.device("cuda:1"),
+        "spent": timedelta(seconds=3.5),
+        "file": Path("a/b"),
+    }
+    read: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.kept)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.read = {key: checkpoint[key] for key in self.kept}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert alike(state_dict, {"state": self.kept})
+
+
+def test_dtypes_sizes_sets_and_times_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    for epochs in (1, 2):
+        callback = KeepsKinds()
+        trainer = quiet(max_epochs=epochs, callbacks=[callback], **options)
+        trainer.fit(Toy(), loader(4), ckpt_path="last")
+    assert alike(callback.read, KeepsKinds.kept)
+    path = str(next(iter(trainer.checkpoint_callbacks)).last_model_path)
+    assert main(["checkpoint", "show", path]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "show", path, "--json"]) == 0
+    added = json.loads(capsys.readouterr().out)["data"]["added"]
+    assert {**added, "seen": sorted(map(str, added["seen"]))} == {
+        "model_dtype": "bfloat16",
+        "shape": [2, 3],
+        "seen": ["3", "a", "b"],
+        "frozen": ["float16"],
+        "device": "cuda:1",
+        "spent": 3.5,
+        "file": "a/b",
+    }

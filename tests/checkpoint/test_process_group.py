@@ -74,7 +74,7 @@ def write_and_fail(folder: str) -> dict[str, Any]:
     write_checkpoint(place / "good", own, info={"step": 7}, process_group=group)
     results["again"] = error_of(lambda: write_checkpoint(place / "good", own, process_group=group))
     write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, process_group=group)
-    bad = {**own, "bad": {1}} if rank == 1 else own
+    bad = {**own, "bad": object()} if rank == 1 else own
     results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, process_group=group))
     lacking = {**own, "model": {**own["model"], "w": Shard(torch.empty(0), (5, 4), EMPTY_SLICE)}} if rank == 2 else own
     results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, process_group=group))

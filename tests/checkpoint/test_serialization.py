@@ -3,8 +3,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import json
+import os
 import pathlib
 import random
+import subprocess
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +49,24 @@ def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
         "odd keys": {(1, "x"): 1, None: 2, True: 3, 2.5: 4},
         "counts": Counter({30: 1, 80: 2}),
         "defaults": defaultdict(list, {3: [1.5]}),
+        "sets": [{1, "1", (2, None)}, set(), frozenset({-0.5, torch.int8}), {pathlib.Path("1"), "1", 1.0}],
+        "of torch": [torch.float32, torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3]), torch.Size([])],
+        "others": (datetime.timedelta(-3, 4, 5), datetime.timedelta.max, pathlib.Path("a/b"), range(9, 0, -2)),
     }
     assert_same(nested, round_trip(nested))
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_a_set_is_written_in_the_same_order_by_each_process(seed: str) -> None:
+    code = (
+        "import json, pathlib, torch; from trainer.checkpoint.serialization import serialize; "
+        "print(json.dumps(serialize({'a', 'b', 'c', pathlib.Path('a'), torch.float16, 1, 1.5, ('a', 1)}, 'x').data))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+    )
+    values = {"a", "b", "c", pathlib.Path("a"), torch.float16, 1, 1.5, ("a", 1)}
+    assert json.loads(found.stdout) == serialize(values, "x").data
 
 
 def test_a_class_of_dicts_that_comes_back_as_a_dict_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +127,7 @@ def test_dict_subclasses_become_dicts(assert_same: Same) -> None:
     assert_same({"a": 1}, round_trip(OrderedDict(a=1)))
 
 
-@pytest.mark.parametrize("key", ["$tensor", "$tuple", "$items", "$counter", "$float", "$int", "$", "$new"])
+@pytest.mark.parametrize("key", ["$tensor", "$tuple", "$items", "$counter", "$kind", "$float", "$int", "$", "$new"])
 def test_reserved_names_in_user_data_are_not_misread(key: str, assert_same: Same) -> None:
     for value in (
         {key: [1]},
@@ -156,7 +176,6 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "advice"),
     [
-        (pathlib.Path("x"), "PosixPath", "data"),
         (Color.RED, "Color", "data"),
         (np.datetime64("2026-01-01"), "numpy.datetime64", "data"),
         (np.array(["a"]), "numpy.ndarray", "data"),
@@ -166,12 +185,13 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
         (Point, "type", "data"),
         (Point(), "Point", "data"),
         (torch.nn.ReLU(), "ReLU", "data"),
-        ({1}, "set", "data"),
+        ({torch.ones(1)}, "set", "a list"),
+        (frozenset({Point}), "frozenset", "a list"),
+        ({frozenset({1})}, "set", "a list"),
         (b"x", "bytes", "data"),
-        (torch.float32, "torch.dtype", "data"),
-        (torch.Size([1]), "torch.Size", "data"),
+        (torch.strided, "torch.layout", "data"),
         (namedtuple("Pair", "a b")(1, 2), "Pair", "data"),
-        (datetime.timedelta(1), "datetime.timedelta", "data"),
+        (datetime.datetime(2026, 1, 1), "datetime.datetime", "data"),
         (1j, "complex", "data"),
         (torch.zeros(2, device="meta"), "Tensor", "meta"),
         (torch.eye(2).to_sparse(), "Tensor", "plain, dense tensor"),
@@ -190,7 +210,7 @@ def test_what_is_not_data_is_refused_with_its_path(value: Any, kind: str, advice
 
 def test_all_refusals_are_reported_at_once() -> None:
     with raises_recorded(CheckpointError):
-        serialize({"a": {1}, "b": [len]}, "x")
+        serialize({"a": {len}, "b": [len]}, "x")
 
 
 def test_keys_that_are_not_data_are_refused() -> None:
@@ -225,6 +245,33 @@ def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
         '{"$default": ["open", []]}',
         '{"$default": [[], []]}',
         '{"$default": ["int", {}]}',
+        '{"$kind": ["open", "x", null]}',
+        '{"$kind": ["dataclass", {}, "trainer.settings:Settings"]}',
+        '{"$kind": ["enum", 1, ["a:A", "B"]]}',
+        '{"$kind": [["set"], [1], null]}',
+        '{"$kind": ["set", [1]]}',
+        '{"$kind": ["set", [1, 1], null]}',
+        '{"$kind": ["set", [2, 1], null]}',
+        '{"$kind": ["set", [[1]], null]}',
+        '{"$kind": ["set", [{"$tensor": "w", "dtype": "float32", "shape": []}], null]}',
+        '{"$kind": ["set", {"$tensor": "w", "dtype": "float32", "shape": []}, null]}',
+        '{"$kind": ["set", "ab", null]}',
+        '{"$kind": ["range", [0, 2, 1], null]}',
+        '{"$kind": ["range", {"$tuple": [0, 2, 0]}, null]}',
+        '{"$kind": ["timedelta", 1.0, [0, 2, 0]]}',
+        '{"$kind": ["timedelta", 1.0, {"a": 1}]}',
+        '{"$kind": ["timedelta", 1e300, [1e300, 0, 0]]}',
+        '{"$kind": ["path", "a//b", null]}',
+        '{"$kind": ["path", 3, null]}',
+        '{"$kind": ["dtype", "Tensor", null]}',
+        '{"$kind": ["dtype", "float", null]}',
+        '{"$kind": ["dtype", ["float32"], null]}',
+        '{"$kind": ["device", 0, null]}',
+        '{"$kind": ["device", "cuda:-1", null]}',
+        '{"$kind": ["device", "here", null]}',
+        '{"$kind": ["Size", [1], null]}',
+        '{"$kind": ["Size", {"$tuple": [1.5]}, null]}',
+        '{"$kind": ["Size", {"$tuple": ["0x9"]}, null]}',
         '{"$float": "1.0"}',
         '{"$int": "12"}',
         '{"$int": 12}',

@@ -128,7 +128,6 @@ DECISIONS = (
     "    def on_post_move_to_device(self): ...",
     "    def validation_step(self, batch, i): return {'log': {'a': 1}}",
     "    def test_step(self, batch, i): return {'progress_bar': {'a': 1}}",
-    "    def a(self): return self.trainer.fit_loop",
     "    def b(self): return self.use_amp",
     "    truncated_bptt_steps = 2",
     "pl.Trainer(resume_from_checkpoint='x')",

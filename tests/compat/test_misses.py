@@ -108,7 +108,14 @@ def test_the_tab_key_shows_names_that_are_here() -> None:
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_name_that_is_not_here_is_no_attribute(kind: str) -> None:
     one = MAKE[kind]()
-    for name in ("fit_loop", "optimizer_frequencies", "prepare", "CHECKPOINT_JOIN_CHAR", "colour", "__wrapped__"):
+    for name in (
+        "val_check_batch",
+        "optimizer_frequencies",
+        "prepare",
+        "CHECKPOINT_JOIN_CHAR",
+        "colour",
+        "__wrapped__",
+    ):
         assert not hasattr(one, name)
         assert getattr(one, name, 7) == 7
     with pytest.raises(AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'colour'$"):
@@ -121,7 +128,7 @@ def test_copies_are_like_the_original(kind: str) -> None:
     for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert type(other) is type(one)
         assert vars(other).keys() == vars(one).keys()
-        assert not hasattr(other, "fit_loop")
+        assert not hasattr(other, "val_check_batch")
 
 
 class Asks(TrainModule):

@@ -25,7 +25,7 @@ from trainer.callbacks import (
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
-from trainer.compat.names import HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, VIEWED, WORDS
 from trainer.errors import ArgumentError
 from trainer.precision import resolve_precision
 from trainer.strategies import SingleDeviceStrategy
@@ -133,7 +133,7 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
-    aliases = STRATEGY_ALIASES if name == "ParallelStrategy" else {}
+    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, "Trainer": VIEWED}.get(name, {})
     if row in words or method in words or method in aliases:
         return True
     if not argument:
@@ -215,7 +215,7 @@ def test_what_cannot_be_set_is_reported() -> None:
         "max_epochs": r"give Trainer\(max_epochs=...\)",
         "logger": r"give Trainer\(logger=...\)",
         "optimizers": "it follows from the run",
-        "fit_loop": "Use trainer.progress",
+        "fit_loop": "Use the Trainer's arguments",
         "model": "it is the same as module",
     }.items():
         with pytest.raises(AttributeError, match=f"Trainer.{name} cannot be set: .*{words}"):

@@ -4,12 +4,14 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
 from tests.messages import raises_recorded
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
+from trainer.hyperparameters import LEFT_OUT
 
 
 class Mine(DataModule):
@@ -28,24 +30,27 @@ def test_everything_has_a_default() -> None:
     module.teardown("fit")
     assert module.prepare_data_per_node
     for name in ("train", "val", "test", "predict"):
-        assert getattr(module, f"{name}_dataloader")() is None
+        assert not module.overrides(f"{name}_dataloader")
+        with raises_recorded(ConfigError):
+            getattr(module, f"{name}_dataloader")()
     assert module.state_dict() == {}
     module.load_state_dict({})
     assert module.hparams == {}
 
 
-def test_hyperparameters() -> None:
+def test_hyperparameters(caplog: pytest.LogCaptureFixture) -> None:
     module = Mine(batch_size=8, data=object())
     assert module.hparams == {"batch_size": 8, "name": "x"}
     assert module.train_dataloader() == [8]
     assert Mine().hparams is not Mine().hparams
 
-    class Bad(DataModule):
+    class Other(DataModule):
         def __init__(self, path: object) -> None:
             self.save_hyperparameters("path")
 
-    with raises_recorded(ConfigError):
-        Bad(object())
+    other = Other(object())
+    assert "Other: the hyperparameters path (object) are not data" in caplog.text
+    assert other.hyperparameters_to_store() == ({}, {"path": LEFT_OUT})
 
 
 def test_trainer_is_there_only_inside_a_run() -> None:
@@ -71,8 +76,13 @@ def test_loaders_are_made_from_datasets() -> None:
     made = DataModule.from_datasets(
         train_dataset=data, val_dataset=[data, data], test_dataset={"a": data}, batch_size=4
     )
-    assert str(made) == "DataModule(train_dataloader, val_dataloader, test_dataloader)"
+    assert str(made).splitlines() == [
+        "{Train dataloader: size=6}",
+        "{Validation dataloader: 1. size=6 ; 2. size=6}",
+        "{Test dataloader: 1. size=6}",
+        "{Predict dataloader: None}",
+    ]
     assert isinstance(made.train_dataloader().sampler, RandomSampler)
     assert [len(loader) for loader in made.val_dataloader()] == [2, 2]
     assert isinstance(made.test_dataloader()["a"].sampler, SequentialSampler)
-    assert made.predict_dataloader() is None
+    assert not made.overrides("predict_dataloader")

@@ -128,7 +128,7 @@ def brief(value: Any) -> Any:
         return {key: brief(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [brief(item) for item in value]
-    return type(value).__name__.removeprefix("Lightning")
+    return type(value).__name__.removeprefix("Lightning").replace("_MockOptimizer", "NoOptimizer")
 
 
 def callback_of(library: Library, record: Record) -> Any:

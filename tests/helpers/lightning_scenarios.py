@@ -1018,6 +1018,7 @@ GradientsSeen = notes(
 WithoutOptimizer = does(
     training_step=lambda self, batch, batch_idx: self.loss_of(batch), configure_optimizers=lambda self: None
 )
+WithoutOptimizerSkips = does(training_step=lambda self, batch, batch_idx: None, configure_optimizers=lambda self: None)
 
 NOTHING_TO_RUN = dict.fromkeys(HOOKED, "nothing to run")
 STEP_AXIS = {"logged": "step axis"}
@@ -1493,7 +1494,17 @@ SCENARIOS = [
         "no optimizer",
         WithoutOptimizer,
         action=attempted(lambda trainer, module: trainer.fit(module, loader())),
-        differs=dict.fromkeys((*HOOKED, "noted", "end"), "no optimizer"),
+    ),
+    Scenario(
+        "no optimizer, windows and clipping",
+        WithoutOptimizer,
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        checkpoint(save_last=True),
+        differs=NEWEST,
+    ),
+    Scenario("no optimizer, a logged rate", WithoutOptimizer, callbacks=monitored()),
+    Scenario(
+        "no optimizer and no loss", WithoutOptimizerSkips, differs=dict.fromkeys((*HOOKED, "logged"), "skipped batch")
     ),
     Scenario(
         "a batch that is None",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,158 @@ def test_freeze_returns_the_module() -> None:
     for library in (OURS, LIGHTNING):
         module = library.Module()
         assert module.freeze() is module
+
+
+# -- data modules and loaders ------------------------------------------------------------------------------------------
+
+
+def of_both(make: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """Return what `make` returns for Lightning and for this package: their base classes of data modules and modules."""
+    modules = [importlib.import_module(name) for name in ("pytorch_lightning", "trainer")]
+    return make(modules[0], modules[0].LightningDataModule), make(modules[1], modules[1].LightningDataModule)
+
+
+def batches(samples: int) -> Any:
+    return torch.utils.data.DataLoader(Samples(samples), batch_size=2)
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(4)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_the_text_of_a_data_module_has_its_sizes() -> None:
+    def texts(library: Any, base: Any) -> list[str]:
+        class Data(base):  # type: ignore[misc]
+            def train_dataloader(self) -> Any:
+                return batches(5)
+
+            def val_dataloader(self) -> Any:
+                return [batches(3), torch.utils.data.DataLoader(Stream())]
+
+            def predict_dataloader(self) -> Any:
+                return self.after_setup
+
+        return [str(base()), str(Data()), str(base.from_datasets(batches(7).dataset))]
+
+    theirs, ours = of_both(texts)
+    assert ours == theirs
+    assert "{Validation dataloader: 1. size=3 ; 2. size=NA}" in ours[1]
+
+
+def test_arguments_of_from_datasets_go_to_the_constructor() -> None:
+    def made(library: Any, base: Any) -> list[Any]:
+        class Named(base):  # type: ignore[misc]
+            def __init__(self, batch_size: int = 1, more: int = 2) -> None:
+                super().__init__()
+                self.got = batch_size, more
+
+        class TakesAny(base):  # type: ignore[misc]
+            def __init__(self, **options: Any) -> None:
+                super().__init__()
+                self.got = options
+
+        class Neither(base):  # type: ignore[misc]
+            got = None
+
+        modules = [kind.from_datasets(batches(5).dataset, batch_size=4) for kind in (Named, TakesAny, Neither)]
+        modules.append(Named.from_datasets(batches(5).dataset, more=3))
+        return [(one.got, one.train_dataloader().batch_size) for one in modules]
+
+    theirs, ours = of_both(made)
+    assert ours == theirs
+    assert ours[0] == ((4, 2), 4)
+
+
+def test_a_loader_that_is_not_defined_is_an_error() -> None:
+    def refusals(library: Any, base: Any) -> list[bool]:
+        class Calls(base):  # type: ignore[misc]
+            def train_dataloader(self) -> Any:
+                return super().train_dataloader()
+
+        calls = [Calls().train_dataloader]
+        for one in (base(), library.LightningModule()):
+            calls += [getattr(one, f"{name}_dataloader") for name in ("train", "val", "test", "predict")]
+        found = []
+        for call in calls:
+            with pytest.raises(
+                importlib.import_module(f"{library.__name__}.utilities.exceptions").MisconfigurationException
+            ):
+                found.append(call())
+        return [library.utilities.model_helpers.is_overridden("val_dataloader", base()), bool(found)]
+
+    theirs, ours = of_both(refusals)
+    assert ours == theirs == [False, False]
+
+
+@pytest.mark.parametrize("start", [0, 0.0, 1, 1.0, 1.5, -1, -0.5, 2, 0.5])
+def test_swa_starts_where_lightnings_may(start: float) -> None:
+    def taken(library: Any, base: Any) -> bool:
+        try:
+            library.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=start)
+        except Exception:
+            return False
+        return True
+
+    theirs, ours = of_both(taken)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_validation_loaders_are_made_where_there_is_a_validation(every: int, sanity: int, tmp_path: Path) -> None:
+    """But for the one at the start, which Lightning makes before the first validation."""
+
+    def asked_for(library: Any, base: Any) -> list[str]:
+        class Net(library.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = torch.nn.Linear(4, 1)
+                self.asked: list[str] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.layer(batch).square().mean()
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                if not self.trainer.sanity_checking and batch_idx == 0:
+                    self.asked.append(f"validation {self.current_epoch}")
+
+            def train_dataloader(self) -> Any:
+                self.asked.append(f"train {self.current_epoch}")
+                return batches(4)
+
+            def val_dataloader(self) -> Any:
+                self.asked.append(f"val {self.current_epoch}")
+                return batches(4)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        options = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": tmp_path,
+            "num_sanity_val_steps": sanity,
+            **off,
+        }
+        options |= {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": every}
+        module = Net()
+        library.Trainer(max_epochs=6, **options).fit(module)
+        return module.asked
+
+    theirs, ours = of_both(asked_for)
+    first = {"val 0", "train 0"}
+    assert [one for one in ours if one not in first] == [one for one in theirs if one not in first]
+    assert ours[:2] == ["train 0", "val 0"]

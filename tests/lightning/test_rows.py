@@ -184,7 +184,7 @@ def test_the_folder_of_a_logger(tmp_path: Path) -> None:
             found[library.name, *name] = Path(logger.log_dir).relative_to(tmp_path / library.name).as_posix()
     assert found[LIGHTNING.name,] == "lightning_logs/version_0"
     assert found[OURS.name,] == "."
-    assert (found[LIGHTNING.name, "name"], found[OURS.name, "name"]) == ("mine/version_0", "mine/version_1")
+    assert (found[LIGHTNING.name, "name"], found[OURS.name, "name"]) == ("mine/version_0", "mine/version_0")
 
 
 def test_what_hooks_see_of_stage_last_batch_and_a_value_of_the_epochs_start(tmp_path: Path) -> None:

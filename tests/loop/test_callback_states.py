@@ -187,7 +187,7 @@ class Odd(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["seen"] = {1, 2}
+                self.state[parameter]["seen"] = {len}
 
 
 class WithOdd(Toy):

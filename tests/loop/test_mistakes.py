@@ -198,7 +198,7 @@ def test_run_directories_in_a_file() -> None:
 
 def test_the_loggers_leave_no_run_directory_after_a_refusal() -> None:
     trainer = quiet(logger=True, enable_progress_bar=True, enable_model_summary=True)
-    refused(lambda: fit(net(configure_optimizers=lambda self: None), trainer=trainer))
+    refused(lambda: fit(net(configure_optimizers=lambda self: 3), trainer=trainer))
 
 
 def takes_back_a_stop(trainer: Trainer) -> None:

@@ -138,7 +138,6 @@ def pair(self: nn.Module) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "None": lambda self: None,
     "a class": lambda self: SGD,
     "a name": lambda self: "adam",
     "an empty list": lambda self: [],

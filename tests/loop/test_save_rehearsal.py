@@ -21,7 +21,7 @@ from trainer.checkpoint.left_out import LeftOutError
 from trainer.checkpoint.manifest import read_manifest
 from trainer.errors import CheckpointError
 
-GOOD, BAD = [1, 2], {1, 2}
+GOOD, BAD = [1, 2], {1, object}
 
 
 class Extra(nn.Module):
@@ -233,13 +233,13 @@ class Hooked(Toy):
         rank = torch.tensor(float(self.global_rank))
         checkpoint["ranks"] = self.all_gather(rank) if case == "gathers" else [0.0]
         if case == f"spoiled on {self.global_rank}":
-            checkpoint["ranks"] = {1}
+            checkpoint["ranks"] = {len}
         if case == f"later on {self.global_rank}" and self.global_step > 1:
-            checkpoint["ranks"] = {1}
+            checkpoint["ranks"] = {len}
         if case == "later on 1 alone":
             del checkpoint["ranks"]
             if self.global_rank == 1 and self.global_step > 1:
-                checkpoint["ranks"] = {1}
+                checkpoint["ranks"] = {len}
 
 strategy, case, folder = sys.argv[1:]
 callbacks = [ModelCheckpoint(folder)]

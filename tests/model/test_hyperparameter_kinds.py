@@ -29,9 +29,15 @@ from tests.helpers.toy import quiet
 from tests.messages import raises_recorded
 from tests.tiers import Inputs
 from trainer import CheckpointError, ConfigError, DataModule, TrainModule
+from trainer.callbacks import CSVLogger, JSONLLogger, TensorBoardLogger
+from trainer.checkpoint.deserialization import deserialize, from_json, to_json
+from trainer.checkpoint.serialization import serialize
 from trainer.hyperparameters import (
+    MAX_DEPTH,
+    as_given,
     construct,
     constructor_arguments,
+    encoded_hyperparameters,
     entries_of,
 )
 
@@ -239,7 +245,7 @@ def test_values_that_no_name_holds_are_named(
 ) -> None:
     make()
     assert caplog.text.count("checkpoints do not contain them") == (name is not None)
-    assert f"the hyperparameters {name} are" in caplog.text or name is None
+    assert f"the hyperparameters {name} (UserList) are not data" in caplog.text or name is None
 
 
 def test_those_by_position_beside_others_by_name_can_be_given() -> None:
@@ -302,6 +308,155 @@ def test_drawn_values_come_back_with_their_types(inputs: Inputs) -> None:
         value = drawn(rng)
         found = again(value).given
         assert alike(found, value), (rng.seed_given, value, found)  # type: ignore[attr-defined]
+
+
+NO_DATA: list[Callable[[random.Random], Any]] = [
+    lambda rng: rng.choice([torch.nn.ReLU, len, torch.nn.ReLU(), object(), lambda: 1, b"x", UserList([1])]),
+    lambda rng: rng.choice([{frozenset({1}): 2}, {Path("a"): 1, "a": 2}, Unique({1}), UserDict()]),
+    lambda rng: itself(),
+    lambda rng: nested(rng.choice([MAX_DEPTH + 1, 60, 200])),
+    lambda rng: Unset.__new__(Unset),
+]
+
+
+@dataclasses.dataclass
+class Unset:
+    """Without `__init__` its field has no value, so that reading it is an error."""
+
+    width: int
+
+
+def itself() -> Any:
+    values: list[Any] = []
+    values.append(values)
+    return values
+
+
+def nested(depth: int) -> Any:
+    value: Any = Path("a")
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+def test_check_and_writer_agree_on_what_is_data(inputs: Inputs, caplog: pytest.LogCaptureFixture) -> None:
+    for rng in inputs:
+        data = drawn(rng)
+        others = rng.choice(NO_DATA)(rng)
+        if rng.random() < 0.5:
+            others = rng.choice([lambda x: [1, x], lambda x: {"k": (1, x)}, lambda x: Point(x), lambda x: Inner(1, x)])(
+                others
+            )
+        given = {"data": data, "others": others, "deep": nested(MAX_DEPTH)}
+        stored, kinds, problems = encoded_hyperparameters(given)
+        assert [*problems] == ["others"], (rng.seed_given, given)  # type: ignore[attr-defined]
+        entry = {"module": stored, "data": {}, "kinds": {"module": kinds}}
+        kept = deserialize(from_json(to_json(serialize(entry, "hyperparameters").data), "x"), lambda info: info, "x")
+        found = {
+            name: as_given(one, kept["kinds"]["module"].get(name), Model, name)
+            if name in kept["kinds"]["module"]
+            else one
+            for name, one in kept["module"].items()
+        }
+        assert alike(found, {"data": data, "deep": given["deep"]}), (rng.seed_given, data)  # type: ignore[attr-defined]
+
+
+class Updates(Model):
+    """Puts objects into `hparams`, as packages do."""
+
+    def __init__(self, value: Any = 1, loss: Any = None) -> None:
+        super().__init__()
+        self.hparams.update({"loss": torch.nn.ReLU, "sizes": [1, {"of": len}], "rate": 0.5})
+        self.hparams["device"] = torch.device("cpu")
+        self.hparams.own = object()
+
+    def on_train_epoch_end(self) -> None:
+        self.hparams.found = torch.nn.ReLU()
+
+
+class UpdatesData(Data):
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.hparams.encoder = {"of": torch.nn.ReLU}
+
+
+def test_objects_in_hparams_are_kept_in_memory_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, data = Updates(), UpdatesData()
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[str] = []
+        patch.setattr(Updates, "on_train_start", lambda self: seen.append(caplog.text))
+        trainer = quiet(
+            max_epochs=3,
+            default_root_dir=tmp_path,
+            enable_checkpointing=True,
+            logger=[CSVLogger(), JSONLLogger(), TensorBoardLogger()],
+        )
+        trainer.fit(module, datamodule=data)
+    at_start = "the hyperparameters loss (type), sizes[1]['of'] (builtin_function_or_method), own (object) are not data"
+    assert at_start in seen[0]
+    assert "UpdatesData: the hyperparameters encoder['of'] (type) are not data" in seen[0]
+    assert caplog.text.count("are not data") == 3
+    assert "the hyperparameters found (ReLU) are not data" in caplog.text
+    assert (module.hparams.loss, module.hparams.sizes[1]["of"]) == (torch.nn.ReLU, len)
+    logged = json.loads((trainer.run_dir / "hparams.json").read_text())
+    assert {**logged["module"], **logged["data"]} == {
+        "value": None,
+        "text": "x",
+        "color": "red",
+        "rate": 0.5,
+        "device": "cpu",
+    }
+    trainer.save_checkpoint(tmp_path / "saved")
+    assert caplog.text.count("are not data") == 3
+    caplog.clear()
+    again = Updates.load_from_checkpoint(tmp_path / "saved")
+    assert "does not contain loss, so the defaults are used" in caplog.text
+    assert again.hparams.keys() == module.hparams.keys() - {"found"}
+    Updates.load_from_checkpoint(tmp_path / "saved", loss=torch.nn.ReLU)
+    assert caplog.text.count("defaults are used") == 1
+
+
+class Needs(Model):
+    def __init__(self, kind: Any, rate: float = 0.1) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters("kind", rate=rate, more=kind)
+        self.layer, self.given = kind(1, 1), kind
+
+
+def test_values_that_are_asked_for_by_name_may_be_objects() -> None:
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(Needs(torch.nn.Linear), DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    with raises_recorded(CheckpointError):
+        Needs.load_from_checkpoint("saved")
+    assert Needs.load_from_checkpoint("saved", kind=torch.nn.Linear).given is torch.nn.Linear
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_an_object_inside_of_a_configuration_is_asked_for(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Several, "calls", (keep_whole, keep_n) if more else (keep_whole,))
+    cfg = {"net": torch.nn.Linear, "deep": 2}
+    trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+    trainer.fit(Several(cfg), DataLoader(torch.ones(2, 1)))
+    trainer.save_checkpoint("saved")
+    with raises_recorded(CheckpointError):
+        Several.load_from_checkpoint("saved")
+    assert Several.load_from_checkpoint("saved", net=torch.nn.Linear).given[0] == cfg
+    assert Several.load_from_checkpoint("saved", cfg=cfg).given[0] is cfg
+
+
+def test_objects_in_a_configuration_of_omegaconf_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason='needs omegaconf: pip install "exact-trainer[dev]"')
+    cfg = omegaconf.OmegaConf.create({"net": {"of": torch.nn.Linear}, "lr": 0.1}, flags={"allow_objects": True})
+    for kind in (Configured, InOne):
+        caplog.clear()
+        trainer = quiet(max_steps=1, default_root_dir="runs", enable_checkpointing=False)
+        trainer.fit(kind(cfg), DataLoader(torch.ones(2, 1)))
+        trainer.save_checkpoint(kind.__name__)
+        assert caplog.text.count("are not data") == 1
+        with raises_recorded(CheckpointError):
+            kind.load_from_checkpoint(kind.__name__)
+        assert kind.load_from_checkpoint(kind.__name__, cfg=cfg).given in (cfg, (cfg, None))
 
 
 def test_texts_stay_texts_beside_paths_and_enumerations() -> None:
@@ -380,7 +535,7 @@ def test_a_field_that_a_dataclass_has_got_since_has_its_default() -> None:
 )
 def test_a_value_that_cannot_be_made_again_is_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     Model([value])
-    assert caplog.text.count("the hyperparameters value are not data") == 1
+    assert caplog.text.count("the hyperparameters value[0]") == caplog.text.count("are not data") == 1
 
 
 def test_spans_of_time_come_back_exactly() -> None:
@@ -569,7 +724,7 @@ class Ignores(Model):
 def test_what_a_base_class_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
     found = loaded(Ignores(3, loss=torch.nn.ReLU()))
     assert found.given == 3
-    assert caplog.text.count("the hyperparameters loss are not data") == 1
+    assert caplog.text.count("the hyperparameters loss (ReLU) are not data") == 1
 
 
 def test_a_deque_keeps_its_largest_length() -> None:

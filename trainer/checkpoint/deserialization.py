@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -15,7 +16,7 @@ import numpy as np
 
 from trainer.checkpoint.flat_slice import FlatSlice
 from trainer.errors import CheckpointError
-from trainer.hyperparameters import NUMPY_NUMBERS, is_scalar
+from trainer.hyperparameters import CODECS, NUMPY_NUMBERS, is_scalar, kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,8 @@ ITEM_BYTES = {
 """Bytes of an element, by the names of the dtypes that can be stored."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 """The defaults of a defaultdict that can be stored, by the name in the JSON."""
+KINDS = ("set", "frozenset", "range", "timedelta", "path", "dtype", "device", "Size")
+"""The kinds of hyperparameters that can be anywhere in a checkpoint: those that no class of the user's makes."""
 _ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
 
 
@@ -173,6 +176,16 @@ class _Deserializer:
             raise self._malformed(marker)
         return known[content[0]], content[1]
 
+    def _kind(self, content: list[Any], depth: int) -> Any:
+        with suppress(TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
+            name, *stored = content
+            codec = CODECS[KINDS[KINDS.index(name)]]
+            value, detail = [self.decode(one, depth) for one in stored]
+            made = codec.make(value, detail, object)
+            if [codec.content(made), codec.detail(made)] == [value, detail] and are_items(made):
+                return made
+        raise self._malformed("$kind")
+
     def _array(self, content: dict[str, Any], depth: int) -> Any:
         if content.get("dtype") not in [*NUMPY_NUMBERS]:
             raise self._malformed("$array")
@@ -238,6 +251,7 @@ _READERS: dict[str, tuple[type, Callable[[_Deserializer, Any, int], Any]]] = {
     "$counter": (list, _Deserializer._counter),
     "$default": (list, _Deserializer._default),
     "$number": (list, _Deserializer._number),
+    "$kind": (list, _Deserializer._kind),
     "$array": (dict, _Deserializer._array),
     "$float": (str, _Deserializer._float),
     "$int": (str, _Deserializer._int),
@@ -256,6 +270,11 @@ def _array(stored: Loadable) -> Any:
     from trainer.checkpoint.shards import materialize
 
     return materialize(stored).numpy().copy()
+
+
+def are_items(values: Any) -> bool:
+    """Whether a value is not a set, or a set of what can be stored in one: no sets, whose order takes long to find."""
+    return not isinstance(values, (set, frozenset)) or all(is_key(one) or kind_of(one) in KINDS[2:] for one in values)
 
 
 def is_key(key: Any) -> bool:

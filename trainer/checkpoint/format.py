@@ -5,6 +5,7 @@
     <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see serialization.py)
     <name>/manifest.json        format, version, a small "info" for listings, and size and checksum of every other file;
                                 in an object store also the folder in <name>, .new-..., that a replacement has made
+    <name>/file.json            size and checksum of <name>.ckpt, the single file beside the folder, if it was written
 
 Reading a checkpoint runs no code: nothing is unpickled or imported, and anything unexpected is a CheckpointError.
 """

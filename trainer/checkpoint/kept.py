@@ -12,12 +12,14 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.async_writer import IDLE_WRITER, BackgroundWriter, being_written
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
+from trainer.checkpoint.lightning_file import file_of, is_beside, link_last, remove_beside
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, manifest_or_damage
 from trainer.checkpoint.process_group import ProcessGroup
 from trainer.checkpoint.retention import Retention
@@ -79,10 +81,20 @@ class KeptCheckpoints:
         folder: where the checkpoints are; need not exist.
         retention: which are kept.
         in_background: write in a thread, on this process.
+        write_file: writes a single file beside the folder of a committed checkpoint; None: there are only folders.
+        links_last: also make `last.ckpt` a link to the newest file.
     """
 
-    def __init__(self, folder: StoragePath, retention: Retention, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        folder: StoragePath,
+        retention: Retention,
+        in_background: bool = False,
+        write_file: Callable[[Path], None] | None = None,
+        links_last: bool = False,
+    ) -> None:
         self.folder = folder
+        self.write_file, self._links_last = write_file, links_last
         self.in_background = in_background
         self.writer = BackgroundWriter() if in_background else IDLE_WRITER
         self.listed = Listed()
@@ -220,7 +232,7 @@ class KeptCheckpoints:
         if str(path) in being_written:  # by another callback: the storage does not have it yet
             return False
         if not storage_of(path).path_in_use(path):
-            return True
+            return self.write_file is None or not file_of(path).exists()
         return name in {*self._obsolete, *self._written_later} and self._own_info(path) is not None
 
     def write(
@@ -252,6 +264,7 @@ class KeptCheckpoints:
         def commit() -> None:
             self.write_seconds = time.monotonic() - begun
             if group.rank == 0:
+                self._write_beside(path)
                 self._set_pointers(name, last, best, moves_best)
                 self._delete(obsolete, name)
 
@@ -263,14 +276,33 @@ class KeptCheckpoints:
         thread_group = group_of_thread(f"writing/{path}/{self._writes}", self._sent)
         self.writer.start(path, state, info, commit, group, thread_group, overwrite)
 
+    def _write_beside(self, folder: StoragePath) -> None:
+        if self.write_file is not None and isinstance(folder, Path):
+            try:
+                self.write_file(folder)
+            except CheckpointError as error:
+                raise WriteError(f"{folder} was written, and {reason(error)}. 'last' finds the folder.") from error
+
+    def write_missing_files(self) -> None:
+        """Write the files that the former process could not write any more, or wrote only the folders of."""
+        for name in self.listed.kept:
+            path = self.folder / name
+            if not is_beside(path):
+                try:
+                    self._write_beside(path)
+                except WriteError as error:
+                    log.warning("%s", error)
+
     def _set_pointers(self, name: str, last: str | None, best: str | None, moves_best: bool) -> None:
         directory = CheckpointDirectory(self.folder)
         try:
             if last is not None:
                 directory.set_pointer("last", last)
+                if self._links_last:
+                    link_last(self.folder / last)
             if moves_best and (best is not None or directory.pointer("best")):  # an earlier run's
                 directory.set_pointer("best", best)
-        except (WriteError, ReadError) as error:
+        except (WriteError, ReadError, OSError) as error:
             raise WriteError(f"{self.folder / name} was written, and {reason(error)}. 'last' finds it.") from error
 
     def _delete(self, obsolete: list[str], newest: str) -> None:
@@ -280,6 +312,7 @@ class KeptCheckpoints:
             try:
                 # Another callback may have taken the name of a checkpoint that is gone.
                 if old != newest and self._own_info(self.folder / old) is not None:
+                    remove_beside(self.folder / old)
                     CheckpointDirectory(self.folder).remove(old)
             except CheckpointError as error:
                 self._undeleted.append(old)

@@ -21,6 +21,8 @@ FORMAT = "exact-trainer checkpoint"
 VERSION = max(ALGORITHMS)
 """Since 2 the files have another checksum; 1 is still read."""
 DATA_FILE = "checkpoint.json"
+FILE_RECORD = "file.json"
+"""The checksum of the single file beside the folder, if one was written; not in the manifest."""
 
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
@@ -90,7 +92,7 @@ def verify_checkpoint(path: str | StoragePath) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError:
         return problems
-    folder, known = manifest.folder, {*manifest.files, MANIFEST_FILE}
+    folder, known = manifest.folder, {*manifest.files, MANIFEST_FILE, FILE_RECORD}
     with reading(folder):  # without what an interrupted replacement left
         names = sorted(entry.name for entry in folder.iterdir() if not _INNER.fullmatch(entry.name))
     strays = [name for name in names if name not in known]
@@ -155,8 +157,8 @@ def require_committed(folder: StoragePath) -> StoragePath:
         is_file, place = folder.is_file(), folder if folder.is_dir() else folder.parent
     if is_file:
         raise CheckpointError(
-            f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
-            "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
+            f"{folder} is a file, and a folder is needed here. `trainer checkpoint import` makes one of a file of "
+            "Lightning's; ckpt_path= and load_from_checkpoint take such a file itself, if it is on this machine."
         )
     names = [path.name for path in checkpoints_in(place)]
     raise CheckpointError(

@@ -417,14 +417,26 @@ _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 """Tensors of torch's fused optimizers, which read as many elements of each as the parameter has."""
 
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""The options that schedulers of torch add to a group."""
+
+
 def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state whose parameters were numbered by an import with their names, in the order of this optimizer.
 
     Raises:
-        CheckpointError: the optimizer has groups of other sizes, or a parameter has another shape than its state.
+        CheckpointError: the optimizer has other options, groups of other sizes, or a parameter has another shape than
+            its state.
     """
     if not state.get("by_position"):
         return state
+    kind = type(optimizer).__name__
+    unknown = {*chain.from_iterable(state["param_groups"])} - {*chain.from_iterable(optimizer.param_groups)}
+    if unknown := unknown - _OF_SCHEDULERS:
+        raise CheckpointError(
+            f"the imported optimizer has the options {first_of(sorted(unknown))}, which {kind} of configure_optimizers "
+            "lacks: use the same one, or start from the weights alone by load_from_checkpoint."
+        )
     names, saved = names_by_group(module, optimizer), [group["params"] for group in state["param_groups"]]
     if [*map(len, names)] != [*map(len, saved)]:
         raise CheckpointError(
@@ -441,7 +453,7 @@ def with_names(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -
                 f"{list(shapes[name])}: configure_optimizers has the parameters in another order than then."
             )
     groups = [{**group, "params": ours} for group, ours in zip(state["param_groups"], names, strict=True)]
-    return {**state, "state": by_name, "param_groups": groups, "by_position": False}
+    return {**state, "kind": kind, "state": by_name, "param_groups": groups, "by_position": False}
 
 
 def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:

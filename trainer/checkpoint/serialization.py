@@ -9,6 +9,7 @@ A value that JSON lacks is written as an object whose key begins with `$`:
     {"$default": ["int", [[key, value], ...]]}                 a collections.defaultdict with one of `FACTORIES`
     {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
     {"$number": ["float32", 0.5]}   {"$array": {"$tensor"...}}    a number and an array of numpy
+    {"$kind": ["dtype", "float32", null]}                      one of `KINDS`, by its content and detail in `CODECS`
 
 A user's dict with a key that begins with `$` is written as `$items`, so that it cannot be mistaken for one of these.
 """
@@ -25,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.checkpoint.deserialization import FACTORIES, ITEM_BYTES, MAX_DEPTH, is_key
+from trainer.checkpoint.deserialization import FACTORIES, ITEM_BYTES, KINDS, MAX_DEPTH, are_items, is_key
 from trainer.checkpoint.shards import Shard
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError, printable
-from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number
+from trainer.hyperparameters import CODECS, NUMPY_NUMBERS, SCALARS, is_numpy_number, kind_of
 
 log = logging.getLogger("trainer")
 
@@ -38,8 +39,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALLOWED = (
-    "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
-    "and arrays of numbers"
+    "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, set, timedelta, Path, torch.Tensor, "
+    "torch.dtype, torch.device, torch.Size, and numpy's numbers and arrays of numbers"
 )
 _JSON_SCALARS = SCALARS - {int, float}
 """Classes whose values JSON holds unchanged."""
@@ -152,6 +153,8 @@ class _Serializer:
         if kind is np.ndarray and value.dtype.name in NUMPY_NUMBERS:
             # A copy: torch wants an array that may be written to, in the machine's order of bytes.
             return {"$array": self._tensor(torch.from_numpy(np.array(value, NUMPY_NUMBERS[value.dtype.name])))}
+        if (name := kind_of(value)) in KINDS:
+            return self._kind(name, value)
         return self._refuse(f"{_name(kind)}; store data from which it can be made again: a name, a list, a state_dict")
 
     def _container(self, value: Any, kind: type) -> Any:
@@ -202,6 +205,14 @@ class _Serializer:
             items.append([self.encode(key), self.encode(value)])
             self._path.pop()
         return items
+
+    def _kind(self, name: str, value: Any) -> Any:
+        if not are_items(value):
+            return self._refuse(f"{name} of other values than numbers, texts and tuples; use a list")
+        self._path.append(name)
+        content, detail = self.encode(CODECS[name].content(value)), self.encode(CODECS[name].detail(value))
+        self._path.pop()
+        return {"$kind": [name, content, detail]}
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         problem = _tensor_problem(tensor)

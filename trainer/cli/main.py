@@ -39,6 +39,7 @@ COMMANDS = {
     ),
     "plot": ("trainer.cli.plot", "draw the logged curves of runs: PNG, SVG, PDF or HTML"),
     "migrate": ("trainer.cli.migrate.command", "rewrite a project of Lightning's to this package"),
+    "run-as-lightning": ("trainer.cli.run_as_lightning", "run a program that was written for Lightning, unchanged"),
     "schema": ("trainer.cli.schema", "print a JSON schema of configurations, for editors"),
     "completion": ("trainer.cli.completion", "print a script that completes commands and options: bash, zsh, fish"),
     "help": ("trainer.cli.help", "show a command's help, or the arguments of a class: trainer help ModelCheckpoint"),

@@ -6,7 +6,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from trainer.compat.finder import named
 from trainer.compat.names import (
+    BESIDE_VIEWS,
     COLLECTIVES,
     ENGINE_ARGUMENTS,
     FORMER_HOOKS,
@@ -16,6 +18,7 @@ from trainer.compat.names import (
     STRATEGY_OPTIONS,
     THEIRS,
     TRAINER_ARGUMENTS,
+    VIEWED,
     WORDS,
 )
 
@@ -35,6 +38,8 @@ def member(owner: Any, name: str) -> Any:
             from trainer.compat import collectives
 
             return partial(getattr(collectives, name), owner.processes)
+    if "Trainer" in theirs and name in VIEWED:
+        return named("trainer.compat.inside:VIEWS")[name](owner)
     words = _words_of(theirs, name)
     if words is None:
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
@@ -50,6 +55,8 @@ def _words_of(theirs: list[str], name: str) -> str | None:
     for one in theirs:
         if name in WORDS.get(one, ()):
             return WORDS[one][name]
+    if "Trainer" in theirs and name in VIEWED:
+        return BESIDE_VIEWS
     if "ParallelStrategy" not in theirs:
         return None
     return f"strategy.{STRATEGY_ALIASES[name]}" if name in STRATEGY_ALIASES else COLLECTIVES.get(name)

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
 from trainer.errors import did_you_mean, no_such_name, public_names
+from trainer.names.paths import runs_as_lightning
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
@@ -68,9 +69,8 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     """
     inside = f"{package.__name__}.{name}".partition(".")[2]
     target = NAMES.get(inside, NAMES.get(name, ""))
-    home, _, attribute = target.partition(":")
-    if attribute and " " not in target:
-        return getattr(import_module(home), attribute)
+    if ":" in target and " " not in target:
+        return named(target)
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
     if not target:
@@ -80,7 +80,17 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         if found is not None and (isinstance(package, LightningPath) or of_our_files):
             return found
         target = _words_for(package, name, packages)
+    if target not in ("", ELSEWHERE) and runs_as_lightning():
+        from trainer.compat.at_use import answered_at_use
+
+        return answered_at_use(name, target)
     raise no_such_name(package, name, target, depth=3)
+
+
+def named(target: str) -> Any:
+    """Return the object that a table names as "module:name"."""
+    home, _, attribute = target.partition(":")
+    return getattr(import_module(home), attribute)
 
 
 def _words_for(package: ModuleType, name: str, packages: list[ModuleType]) -> str:

@@ -46,7 +46,7 @@ NAMES: dict[str, str] = {
     "LRSchedulerConfig": "trainer.optimizers:TimedScheduler",
     "_PATH": "trainer.compat.types:_PATH",
     "MisconfigurationException": "trainer.errors:ConfigError",
-    "SIGTERMException": "SystemExit: after a signal the step is completed and saved, and fit raises SystemExit(143)",
+    "SIGTERMException": "builtins:SystemExit",
     "TrainerFn": "trainer.names.states:TrainerFn",
     "RunningStage": "trainer.names.states:RunningStage",
     "TrainerStatus": "trainer.names.states:TrainerStatus",
@@ -59,15 +59,20 @@ NAMES: dict[str, str] = {
     "is_overridden": "trainer.model.optional_methods:is_overridden",
     "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False): equal objects are shared",
     "set_shared_parameters": "assign the one parameter to both layers in __init__ or configure_model",
-    "suggested_max_num_workers": "the hint that a run logs when loading is slow; os.sched_getaffinity(0) has the cores",
+    "suggested_max_num_workers": "trainer.compat.helpers:suggested_max_num_workers",
     "is_shared_filesystem": "nothing: where several machines write, the folder has to be shared",
-    "is_picklable": "pickle.dumps in a try",
+    "is_picklable": "trainer.compat.helpers:is_picklable",
     "disable_possible_user_warnings": "warnings.filterwarnings",
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode",
-    "garbage_collection_cuda": "gc.collect() and torch.cuda.empty_cache()",
-    "apply_to_collection": "torch.utils._pytree.tree_map, or lightning_utilities.core.apply_func",
-    "load": "torch.load(path, map_location='cpu', weights_only=True)",
-    "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
+    "garbage_collection_cuda": "trainer.compat.helpers:garbage_collection_cuda",
+    "apply_to_collection": "trainer.compat.helpers:apply_to_collection",
+    "load": "trainer.compat.helpers:load",
+    **dict.fromkeys(("_load", "pl_load"), "trainer.compat.helpers:load"),
+    "get_init_args": "trainer.compat.helpers:get_init_args",
+    **dict.fromkeys(
+        ("is_oom_error", "is_cuda_out_of_memory", "is_out_of_cpu_memory"), "trainer.compat.helpers:is_oom_error"
+    ),
+    "get_filesystem": "trainer.compat.helpers:get_filesystem",
     "summarize": "trainer.callbacks.model_summary:summarize",
     **dict.fromkeys(
         (
@@ -78,6 +83,12 @@ NAMES: dict[str, str] = {
         "is trainer.callbacks.ModelSummary",
     ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
+    # the inside of the Trainer
+    "_FitLoop": "trainer.compat.inside:FitLoop",
+    "_TrainingEpochLoop": "trainer.compat.inside:EpochLoop",
+    "_EvaluationLoop": "trainer.compat.inside:EvaluationLoop",
+    "_PredictionLoop": "trainer.compat.inside:EvaluationLoop",
+    "_AcceleratorConnector": "trainer.compat.inside:AcceleratorConnector",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
     "CPUAccelerator": "Trainer(accelerator='cpu')",
@@ -85,7 +96,7 @@ NAMES: dict[str, str] = {
     "MPSAccelerator": "Trainer(accelerator='mps')",
     "TPUAccelerator": "Trainer(accelerator='tpu')",
     "XLAAccelerator": "Trainer(strategy='xla')",
-    "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
+    "find_usable_cuda_devices": "trainer.compat.helpers:find_usable_cuda_devices",
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
     "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
@@ -147,7 +158,7 @@ NAMES: dict[str, str] = {
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
-    "module_available": "importlib.util.find_spec",
+    "module_available": "trainer.compat.helpers:module_available",
     **{
         name: f"trainer.compat.demos:{name}"
         for name in (
@@ -163,8 +174,8 @@ NAMES: dict[str, str] = {
     ),
     "HyperparametersMixin": "trainer.hyperparameters:HasHyperparameters",
     "ReduceLROnPlateau": "torch.optim.lr_scheduler:ReduceLROnPlateau",
-    "LightningDeprecationWarning": "DeprecationWarning",
-    "PossibleUserWarning": "UserWarning",
+    "LightningDeprecationWarning": "builtins:DeprecationWarning",
+    "PossibleUserWarning": "builtins:UserWarning",
 }
 
 _PROCESSES = "`trainer launch`, torchrun or srun: the processes are started by the run"
@@ -223,10 +234,6 @@ _ENGINE = {
 }
 
 _MODULE_AND_DATA = {
-    **dict.fromkeys(
-        ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
-        "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
-    ),
     "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
     "allow_zero_length_dataloader_with_multiple_devices": "nothing: an error in training, allowed in evaluations",
 }
@@ -249,16 +256,9 @@ WORDS: dict[str, dict[str, str]] = {
         "distributed_sampler_kwargs": "trainer.readers and trainer.reader, for num_replicas and rank",
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
-        "fit_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
-        "validate_loop": "trainer.validating, val_loaders, num_val_batches",
-        "test_loop": "trainer.testing, test_loaders, num_test_batches",
-        "predict_loop": "trainer.predicting, predict_loaders, num_predict_batches",
         "val_check_batch": "trainer.val_check_interval",
         "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
-        "_accelerator_connector": "trainer.strategy, device, world_size",
         "_data_connector": "trainer.train_loader, val_loaders",
-        "_logger_connector": "trainer.callback_metrics, logged_metrics",
-        "_checkpoint_connector": "trainer.save_checkpoint, fit(ckpt_path=)",
         "_callback_connector": "trainer.callbacks",
         "_results": "trainer.callback_metrics",
         "devices": "trainer.num_devices",
@@ -375,6 +375,17 @@ FORMER_HOOKS = {
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
+VIEWED = (
+    *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
+    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector"),
+)
+"""Attributes of Lightning's Trainer of which `trainer.compat.inside` has a view."""
+
+BESIDE_VIEWS = (
+    "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"
+)
+"""Words for the rest of a view."""
+
 STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of these names themselves
     "root_device": "device",
     "lightning_module": "module",
@@ -434,28 +445,60 @@ FURTHER_ARGUMENTS = {
 """Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
 
 MODULES = (
-    "__about__ accelerators accelerators.accelerator callbacks.batch_size_finder callbacks.callback "
-    "callbacks.device_stats_monitor callbacks.finetuning callbacks.gradient_accumulation_scheduler "
-    "callbacks.lambda_function callbacks.lr_finder callbacks.model_checkpoint callbacks.on_exception_checkpoint "
-    "callbacks.progress callbacks.progress.progress_bar callbacks.progress.rich_progress "
-    "callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary callbacks.spike "
-    "callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core core.datamodule "
-    "core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
-    "demos.boring_classes demos.mnist_datamodule fabric fabric.accelerators fabric.fabric fabric.loggers "
-    "fabric.plugins fabric.plugins.environments fabric.plugins.precision fabric.strategies fabric.utilities "
-    "fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.exceptions fabric.utilities.rank_zero "
-    "fabric.utilities.seed fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings "
-    "fabric.wrappers loggers loggers.comet loggers.csv_logs loggers.logger loggers.mlflow loggers.neptune "
-    "loggers.tensorboard loggers.wandb loops loops.fit_loop overrides overrides.distributed plugins "
-    "plugins.environments plugins.io plugins.io.async_plugin plugins.layer_sync plugins.precision "
-    "plugins.precision.amp plugins.precision.precision profilers profilers.advanced profilers.profiler "
-    "profilers.pytorch profilers.simple pytorch serve strategies.launchers strategies.model_parallel "
-    "strategies.parallel strategies.single_device strategies.strategy trainer.connectors "
-    "trainer.connectors.accelerator_connector trainer.connectors.data_connector trainer.states trainer.trainer tuner "
-    "tuner.lr_finder tuner.tuning utilities utilities.combined_loader utilities.consolidate_checkpoint utilities.data "
-    "utilities.deepspeed utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory "
-    "utilities.model_helpers utilities.model_summary utilities.model_summary.model_summary utilities.parsing "
-    "utilities.rank_zero utilities.seed utilities.types utilities.warnings"
+    "__about__ __version__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
+    "accelerators.xla callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
+    "callbacks.finetuning callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
+    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress callbacks.progress.progress_bar "
+    "callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary "
+    "callbacks.spike callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core "
+    "core.datamodule core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
+    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.__about__ "
+    "fabric.__version__ fabric.accelerators fabric.accelerators.accelerator fabric.accelerators.cpu "
+    "fabric.accelerators.cuda fabric.accelerators.mps fabric.accelerators.registry fabric.accelerators.xla "
+    "fabric.connector fabric.fabric fabric.loggers fabric.loggers.csv_logs fabric.loggers.logger "
+    "fabric.loggers.tensorboard fabric.plugins fabric.plugins.collectives fabric.plugins.collectives.collective "
+    "fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective fabric.plugins.environments "
+    "fabric.plugins.environments.cluster_environment fabric.plugins.environments.kubeflow "
+    "fabric.plugins.environments.lightning fabric.plugins.environments.lsf fabric.plugins.environments.mpi "
+    "fabric.plugins.environments.slurm fabric.plugins.environments.torchelastic fabric.plugins.environments.xla "
+    "fabric.plugins.io fabric.plugins.io.checkpoint_io fabric.plugins.io.torch_io fabric.plugins.io.xla "
+    "fabric.plugins.precision fabric.plugins.precision.amp fabric.plugins.precision.bitsandbytes "
+    "fabric.plugins.precision.deepspeed fabric.plugins.precision.double fabric.plugins.precision.fsdp "
+    "fabric.plugins.precision.half fabric.plugins.precision.precision fabric.plugins.precision.transformer_engine "
+    "fabric.plugins.precision.utils fabric.plugins.precision.xla fabric.strategies fabric.strategies.ddp "
+    "fabric.strategies.deepspeed fabric.strategies.dp fabric.strategies.fsdp fabric.strategies.launchers "
+    "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
+    "fabric.strategies.launchers.subprocess_script fabric.strategies.launchers.xla fabric.strategies.model_parallel "
+    "fabric.strategies.parallel fabric.strategies.registry fabric.strategies.single_device "
+    "fabric.strategies.single_xla fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp "
+    "fabric.utilities fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.consolidate_checkpoint "
+    "fabric.utilities.data fabric.utilities.device_dtype_mixin fabric.utilities.device_parser "
+    "fabric.utilities.distributed fabric.utilities.enums fabric.utilities.exceptions fabric.utilities.imports "
+    "fabric.utilities.init fabric.utilities.load fabric.utilities.logger fabric.utilities.optimizer "
+    "fabric.utilities.rank_zero fabric.utilities.registry fabric.utilities.seed fabric.utilities.spike "
+    "fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings fabric.wrappers loggers "
+    "loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow loggers.neptune "
+    "loggers.tensorboard loggers.utilities loggers.wandb loops loops.evaluation_loop loops.fetchers loops.fit_loop "
+    "loops.loop loops.optimization loops.optimization.automatic loops.optimization.closure loops.optimization.manual "
+    "loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities overrides overrides.distributed "
+    "plugins plugins.environments plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin "
+    "plugins.io.torch_plugin plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision "
+    "plugins.precision.amp plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double "
+    "plugins.precision.fsdp plugins.precision.half plugins.precision.precision plugins.precision.transformer_engine "
+    "plugins.precision.xla profilers profilers.advanced profilers.profiler profilers.pytorch profilers.simple "
+    "profilers.xla pytorch serve serve.servable_module strategies.launchers strategies.launchers.launcher "
+    "strategies.launchers.multiprocessing strategies.launchers.subprocess_script strategies.launchers.xla "
+    "strategies.model_parallel strategies.parallel strategies.single_device strategies.single_xla strategies.strategy "
+    "trainer.call trainer.connectors trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
+    "trainer.connectors.checkpoint_connector trainer.connectors.data_connector trainer.connectors.logger_connector "
+    "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
+    "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
+    "trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities utilities.argparse "
+    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data utilities.deepspeed "
+    "utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory utilities.model_helpers "
+    "utilities.model_registry utilities.model_summary utilities.model_summary.model_summary "
+    "utilities.model_summary.model_summary_deepspeed utilities.parameter_tying utilities.parsing utilities.rank_zero "
+    "utilities.seed utilities.signature_utils utilities.types utilities.warnings"
 )
 """Lightning's modules, without the name of its package; modules of the same name here are found first."""
 

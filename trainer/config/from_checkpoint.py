@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.checkpoint.directory import POINTERS, locate
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.directory import POINTERS
+from trainer.checkpoint.lightning_file import read_located
 from trainer.config.check import missing_arguments, needs_arguments
 from trainer.config.chosen_run import plain
 from trainer.config.loading import Recipe
@@ -61,7 +61,7 @@ def _kept_arguments(configuration: Recipe, lines: list[str]) -> dict[str, Any]:
     place = str(configuration.ckpt_path)
     if place in POINTERS and configuration.run_dir is not None:  # its last one, if none is the best
         place = str(configuration.run_dir)
-    kept = read_checkpoint(locate(place), keys=["hyperparameters"]).get("hyperparameters", {})
+    kept = read_located(place, ["hyperparameters"]).get("hyperparameters", {})
     stored, kinds = kept.get("module", {}), kept.get("kinds", {}).get("module")
     inside = kept.get("arguments", {}).get("module")
     for name in sorted({*own_and_inside(stored, inside)[0]} & {*(kinds or ())}):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.arguments import ChecksArguments
-from trainer.checkpoint.directory import locate
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.hook_checkpoint import ADDED
+from trainer.checkpoint.lightning_file import read_located
 from trainer.hyperparameters import HasHyperparameters, construct, constructor_arguments, read_hyperparameters
-from trainer.model.optional_methods import OptionalMethods
+from trainer.model.optional_methods import OptionalMethods, no_loader
 from trainer.names.misses import Answers
 
 if TYPE_CHECKING:
     import torch
 
     from trainer.trainer import Trainer
+
+
+def state_of_data(owner: type, checkpoint: Mapping[str, Any]) -> Any:
+    """Return the state of a data module in a checkpoint; Lightning keeps it under the name of the class."""
+    return checkpoint.get("data") or checkpoint.get(ADDED, {}).get(owner.__qualname__)
 
 
 class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
@@ -67,15 +73,19 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
     def train_dataloader(self) -> Any:
         """Return one DataLoader, or any iterable of batches, for training."""
+        raise no_loader(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
         """Return one loader for validation, a list of them, or a dict of name to loader."""
+        raise no_loader(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
         """Return one loader for `trainer.test`, a list of them, or a dict of name to loader."""
+        raise no_loader(self, "test_dataloader")
 
     def predict_dataloader(self) -> Any:
         """Return one loader for `trainer.predict`, a list of them, or a dict of name to loader."""
+        raise no_loader(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch, changed if need be, before the transfer to the device. Instead of the module's."""
@@ -121,8 +131,8 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
         Args:
             train_dataset, val_dataset, test_dataset, predict_dataset: a dataset, a list of datasets, or a dict by name.
-            batch_size, num_workers: of the loaders.
-            options: arguments of the constructor of `cls`.
+            batch_size, num_workers: of the loaders; also arguments of the constructor of `cls`, where it has them.
+            options: further arguments of the constructor.
         """
         from torch.utils.data import DataLoader, IterableDataset
 
@@ -137,7 +147,10 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
             is_list = (isinstance(datasets, Sequence) and not hasattr(datasets, "__add__")) or type(datasets) is list
             return [loader(one, shuffle) for one in datasets] if is_list else loader(datasets, shuffle)
 
-        module = cls(**options)
+        parameters = signature(cls).parameters
+        of_loaders = {"batch_size": batch_size, "num_workers": num_workers}
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        module = cls(**options, **{name: one for name, one in of_loaders.items() if takes_any or name in parameters})
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for stage, datasets in given.items():
             if datasets is not None:
@@ -156,7 +169,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """Build the data module from a checkpoint's hyperparameters and restore its state.
 
         Args:
-            checkpoint_path: a checkpoint folder.
+            checkpoint_path: a checkpoint folder, or a file in Lightning's shape.
             map_location, weights_only: no effect: a data module's state is on the CPU, and contains no code.
             hparams_file: a file of hyperparameters, YAML or JSON, which replace the checkpoint's.
             hyperparameters: override the stored ones.
@@ -164,21 +177,27 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         Raises:
             CheckpointError: there is no valid checkpoint, or its hyperparameters do not fit.
         """
-        checkpoint = read_checkpoint(locate(checkpoint_path))
+        checkpoint = read_located(checkpoint_path)
         kept = checkpoint.get("hyperparameters", {})
         stored, kinds = kept.get("data", {}), kept.get("kinds", {}).get("data")
         if hparams_file is not None:
             stored, kinds = read_hyperparameters(hparams_file), None
         inside = kept.get("arguments", {}).get("data")
         datamodule = construct(cls, constructor_arguments(cls, stored, inside, hyperparameters, kinds))
-        if checkpoint.get("data"):
-            datamodule.load_state_dict(checkpoint["data"])
+        if state := state_of_data(cls, checkpoint):
+            datamodule.load_state_dict(state)
         return datamodule
 
     def __str__(self) -> str:
-        """Return the loaders that are defined, one a line."""
-        names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
-        return f"{type(self).__name__}({', '.join(filter(self.overrides, names)) or 'no loaders'})"
+        """Return the sizes of the datasets, a line for each method of loaders, which this calls."""
+        lines = []
+        for title, name in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
+            try:
+                text = _sizes(getattr(self, f"{name}_dataloader")())
+            except Exception:  # it is not defined, or needs a setup
+                text = "None"
+            lines.append(f"{{{title} dataloader: {text}}}")
+        return "\n".join(lines)
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 
@@ -187,9 +206,23 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
         """The trainer that uses this data module; None before a run, so that `setup` can also be called by hand."""
         return self.__dict__.get("_trainer")
 
+    @trainer.setter
+    def trainer(self, given: Trainer | None) -> None:
+        self.attach(given)
+
     def attach(self, trainer: Trainer | None) -> None:
         """Set `self.trainer`, which stays out of copies and pickles."""
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
+
+
+def _sizes(loaders: Any) -> str:
+    """Return the sizes of the datasets behind a loader, or behind several, as Lightning shows them."""
+    if isinstance(loaders, Mapping):
+        loaders = [*loaders.values()]
+    if isinstance(loaders, (list, tuple)):
+        return " ; ".join(f"{number}. {_sizes(one)}" for number, one in enumerate(loaders, 1)) or "None"
+    dataset = getattr(loaders, "dataset", None)
+    return "None" if loaders is None else f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"

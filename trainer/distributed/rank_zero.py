@@ -17,10 +17,16 @@ log = logging.getLogger("trainer")
 class RankZeroOnly:
     """The decorator `rank_zero_only`: the function is called on rank 0; elsewhere `default` is returned."""
 
+    _rank: int | None = None
+
     @property
     def rank(self) -> int:
-        """The rank of this process."""
-        return detect_environment().rank
+        """The rank of this process. A program that starts processes itself may set it."""
+        return detect_environment().rank if self._rank is None else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
 
     def __call__(self, function: Callable[..., T], default: Any = None) -> Callable[..., Any]:
         @wraps(function)

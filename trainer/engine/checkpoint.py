@@ -24,7 +24,6 @@ from trainer.data.loader import has_state
 from trainer.engine.loader import EngineLoader
 from trainer.engine.model import MODEL, EngineModule, EngineOptimizer
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, restoring
-from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.training_state import (
     KINDS,
     counterpart,
@@ -73,7 +72,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
     }
     per_rank = gather_states(own, strategy.processes)
     first = next(iter(parts.models.values())).module if parts.models else None
-    hparams = first.hparams if isinstance(first, TrainModule) else {}
+    hparams, kinds = first.hyperparameters_to_store() if isinstance(first, TrainModule) else ({}, {})
     scaler = engine._scaler
     entries = {  # entries that a Trainer writes, too, mean the same
         **tensors,
@@ -81,11 +80,7 @@ def save(engine: Any, path: str | Path, state: Mapping[str, Any], info: Mapping[
         "rng": [one["rng"] for one in per_rank],
         "loader": [{"loaders": one["loader"]} for one in per_rank],
         "engine": {**parts.data(), "steps": engine.steps},
-        "hyperparameters": {
-            "module": stored_hyperparameters(hparams),
-            "data": {},
-            "kinds": {"module": kinds_of_hyperparameters(hparams)},
-        },
+        "hyperparameters": {"module": hparams, "data": {}, "kinds": {"module": kinds}},
         "seed": engine.seed,
         **entries_of_processes(strategy),
     }

@@ -18,6 +18,7 @@ from trainer.guards.skipped_batches import SkippedBatches
 from trainer.guards.trainable_parameters import NewParameters, TrainableParameters
 from trainer.metrics.metric_log import MetricLog
 from trainer.module import TrainModule
+from trainer.optimizers import parameters_of, require_trainable
 from trainer.strategy import ChangingBuffers, Strategy
 
 if TYPE_CHECKING:
@@ -58,10 +59,16 @@ class Guards:
         self.gradient_norms = GradientNorms(strategy, metrics)
         self.skipping = SkippedBatches(module, strategy, progress)
         self._optimizers: list[Optimizer] = []
+        self._unjudged: list[Optimizer] = []
+        """The optimizers that the first epoch's first hook has to give something to train."""
 
-    def watch_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Watch the parameters of these optimizers, and on several processes their options."""
-        self._optimizers = optimizers
+    def watch_optimizers(self, optimizers: list[Optimizer], frozen: list[Optimizer]) -> None:
+        """Watch the parameters of these optimizers, and on several processes their options.
+
+        Args:
+            optimizers, frozen: those of the training, and those of them that do not train anything yet.
+        """
+        self._optimizers, self._unjudged = optimizers, frozen
         if self._strategy.processes.world_size > 1:
             self.options.begin(optimizers)
             self.trainable = TrainableParameters(self._module, self._strategy, optimizers)
@@ -86,7 +93,13 @@ class Guards:
         """
         if self._strategy.processes.world_size > 1:
             self.buffers = ChangingBuffers(self._strategy, self._followed)
-        self.skipping.begin_training(hooks, loaders, closure_needed)
+        trains = bool(parameters_of(self._optimizers))
+        self.skipping.begin_training(hooks, loaders, closure_needed, trains)
+
+    def begin_epoch(self) -> None:
+        """Require, in the first epoch, that the optimizers train something: its first hook may have unfrozen it."""
+        unjudged, self._unjudged = self._unjudged, []
+        require_trainable(unjudged, type(self._module).__name__)
 
     def judge_steps(self, guard: StepGuard, loaders: Loaders, measures: bool) -> None:
         """Judge each step by a guard's losses.

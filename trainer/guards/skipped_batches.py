@@ -41,17 +41,19 @@ class SkippedBatches:
         """The part of the items of this step, times the number of processes, that this process has skipped so far."""
         self._reported = False
 
-    def begin_training(self, hooks: CallbackList, loaders: Loaders, closure_needed: bool) -> None:
+    def begin_training(self, hooks: CallbackList, loaders: Loaders, closure_needed: bool, trains: bool) -> None:
         """Read the code of the module's methods, which tells all processes whether they have to agree.
 
         Args:
             hooks, loaders: of the training.
             closure_needed: the optimizer evaluates the loss several times per step.
+            trains: the optimizers have parameters, so that each batch needs a loss.
         """
         self._hooks, self._loaders, self._closure_needed = hooks, loaders, closure_needed
         module, step = self._module, self._method("training_step")
+        self._has_losses = can_return(step, none=False) or not trains
         if module.automatic_optimization and not self._strategy.shards_state:
-            self.may_skip = can_return(step, none=True) and can_return(step, none=False)
+            self.may_skip = can_return(step, none=True) and self._has_losses
         of_module = module.overrides("on_train_batch_start")
         self.may_end_epochs = of_module and can_return(self._method("on_train_batch_start"), none=False)
 
@@ -89,7 +91,7 @@ class SkippedBatches:
         """
         name, strategy = f"{type(self._module).__name__}.training_step", self._strategy
         several = strategy.processes.world_size > 1
-        if not can_return(self._method("training_step"), none=False):
+        if not self._has_losses:
             raise ConfigError(
                 f"{name} returned None; what is needed is the loss, a tensor with one element and a gradient. Did you "
                 "forget 'return loss'? To optimize by hand, set automatic_optimization = False."

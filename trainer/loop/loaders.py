@@ -43,8 +43,11 @@ def refuse_data(loaders: Any, stage: str) -> None:
             )
 
 
-def make_loaders(run: Run, given: dict[str, Any]) -> None:
+def make_loaders(run: Run, given: dict[str, Any], keeps_val: bool = False) -> None:
     """Make the run's loaders from the ones `given`, by stage, or from the data module's or module's.
+
+    Args:
+        keeps_val: leave the validation loaders of a `fit` as they are.
 
     Raises:
         ConfigError: a loader is missing or empty.
@@ -52,12 +55,15 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
     source = run.datamodule if run.datamodule is not None else run.module
 
     def given_or_made(kind: str) -> Any:
-        return getattr(source, f"{kind}_dataloader")() if given[kind] is None else given[kind]
+        method = f"{kind}_dataloader"
+        return getattr(source, method)() if given[kind] is None and source.overrides(method) else given[kind]
 
     if run.stage == "fit":
         train = given_or_made("train")
         _require(run, train, "train_dataloaders", "train_dataloader")
         run.loaders.set_training(_train_loader(run, train), train)
+        if keeps_val:
+            return
         val = given_or_made("val")
         refuse_data(val, "fit")
         run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)

@@ -152,7 +152,7 @@ class ManualOptimization:
             ConfigError: the processes called `manual_backward` or `step` different numbers of times: the weights
                 differ.
         """
-        if self.steps == 0 < self.batches:
+        if self.steps == 0 < self.batches and parameters_of(self.run.optimizers):
             log.warning("training_step stepped no optimizer in an epoch: call self.optimizers().step() in it")
         self._check_calls(f"the end of epoch {self.run.progress.epoch}")
 

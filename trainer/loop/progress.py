@@ -46,6 +46,7 @@ class Progress:
     """Micro-batches of the last step; 0: not known."""
     batches_before: int = 0
     """Micro-batches consumed in the epochs before this one."""
+    batches_of_last_epoch = 0  # follows from the others, so checkpoints do not have it
 
     @property
     def epoch_of_step(self) -> int:
@@ -72,6 +73,7 @@ class Progress:
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batches_before += self.batch
+        self.batches_of_last_epoch = self.batch
         self.batch = 0
         self.epoch_started = self.epoch_ended = False
 
@@ -182,6 +184,11 @@ class LoaderEpochs:
     def same_loaders(self, epoch: int) -> bool:
         """Whether an epoch has the same loaders as the epoch in progress."""
         return self.made_for(epoch) == self.made_for(self._progress.epoch)
+
+    def validate(self, every_n_epochs: int | None) -> bool:
+        """Whether one of the epochs with the present loaders ends with a validation, or may contain one."""
+        first = self.made_for(self._progress.epoch)
+        return every_n_epochs is None or (first + self._every) // every_n_epochs > first // every_n_epochs
 
     def call_when_due(self, reload: Callable[[], None]) -> None:
         """Set the function that makes new loaders."""

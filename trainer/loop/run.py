@@ -7,7 +7,7 @@ import math
 import os
 from contextlib import ExitStack
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
 from trainer.guards.host_times import CALLBACKS, SAVING, HostTimes
 from trainer.guards.optimizer_options import OptionsCheck
-from trainer.hyperparameters import kinds_of_hyperparameters, stored_hyperparameters
 from trainer.loop.callback_list import CallbackList, build_callback_list, call_all
 from trainer.loop.logged_values import LatestValues, LoggedValues
 from trainer.loop.progress import Activity, Clock, DelayedSaves, LoaderEpochs, Progress
@@ -33,7 +32,7 @@ from trainer.metrics.metric_log import MetricLog
 from trainer.metrics.phases import Phase, phase_of, unheard
 from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
-from trainer.optimizers import TimedScheduler, needs_closure
+from trainer.optimizers import TimedScheduler, needs_closure, trains_something
 from trainer.runs.callback_states import OF_CALLBACK, callbacks_by_state_key
 from trainer.runs.facts import RunFacts
 from trainer.runs.hook_checks import users_callbacks
@@ -263,7 +262,9 @@ class Run:
     saving_hooks: CallbackList
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints. Known when those are."""
     resumed_from: StoragePath | None = None
-    """The checkpoint that the run has started from."""
+    """The checkpoint that the run has started from: the folder that is read."""
+    resumed_file: Path | None = None
+    """The file that stands for this checkpoint, if the run was given one."""
     _torn_down = False
 
     def __init__(
@@ -341,9 +342,14 @@ class Run:
         # No signal handlers in an evaluation, which has nothing to save.
         self.clock.listen(self._collectives, signals=self.stage == "fit")
 
-    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
-        """Write into this run directory, and start from this checkpoint."""
-        self.session.run_dir, self.resumed_from = run_dir, checkpoint
+    def set_paths(self, run_dir: Path, checkpoint: StoragePath | None, file: Path | None) -> None:
+        """Write into this run directory, and start from this checkpoint, which was perhaps given as a file."""
+        self.session.run_dir, self.resumed_from, self.resumed_file = run_dir, checkpoint, file
+
+    @property
+    def origin(self) -> StoragePath | None:
+        """The checkpoint that the run has started from, as it is named to users: perhaps a file."""
+        return self.resumed_file or self.resumed_from
 
     def seed_processes(self, seed: int) -> None:
         """Seed the generators, by reader; initial weights are equal on all if the user has given a seed."""
@@ -357,9 +363,10 @@ class Run:
         module, strategy = self.module, self.strategy
         nn.Module.zero_grad(module)  # a run before this one may have ended within a window
         self.scheduler_configs = schedulers
+        frozen = [not trains_something(optimizer) for optimizer in optimizers]  # ZeRO takes the parameters away
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         self.optimizer_averages.begin(self.optimizers)
-        self.guards.watch_optimizers(self.optimizers)
+        self.guards.watch_optimizers(self.optimizers, [*compress(self.optimizers, frozen)])
         self.checks_states = bool(self.checkpoint_callbacks)
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
@@ -502,7 +509,7 @@ class Run:
         kinds: dict[str, Any] = {"module": {}, "data": {}}
         named: dict[str, Any] = {}
         for name, one in self._with_hyperparameters.items():
-            stored[name], kinds[name] = stored_hyperparameters(one.hparams), kinds_of_hyperparameters(one.hparams)
+            stored[name], kinds[name] = one.hyperparameters_to_store()
             inside = vars(one).get("_hparams_inside", {})
             if any(inside):
                 named[name] = next(iter(inside)) if len(inside) == 1 else inside
@@ -535,6 +542,7 @@ class NoRun:
     stage: str | None = None
     datamodule: DataModule | None = None
     resumed_from: StoragePath | None = None
+    origin: StoragePath | None = None
     activity = Activity(None)
     loaders = Loaders()
 

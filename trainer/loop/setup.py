@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from trainer.arguments import kept_path
+from trainer.checkpoint.directory import POINTERS
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.format import evaluated_weights
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
 from trainer.checkpoint.left_out import report_left_out
+from trainer.checkpoint.lightning_file import as_folder, file_at
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
@@ -67,6 +69,7 @@ from trainer.runs.run_directory import (
     noted_end,
     of_rank_zero,
     refuse_weights_alone,
+    share_dirpaths,
 )
 from trainer.runs.save_pretrained import gather_to_save
 from trainer.runs.terminal import columns_of, wrapped
@@ -162,6 +165,8 @@ def start_processes(config: ResolvedConfig) -> None:
     number, restarts = config.num_processes, config.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
+            for logger in config.loggers:
+                logger.folder_of_files.tell_children()
             launch_processes(number, restarts, config.device_type)
     elif restarts > max_restarts() and detect_environment().rank == 0:
         log.warning("max_restarts=%d has no effect here: give torchrun --max-restarts %d", restarts, restarts)
@@ -185,12 +190,16 @@ def stop_listening(processes: SingleProcess, clock: Clock) -> None:
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
     """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
+    file = None if ckpt_path is None or ckpt_path in POINTERS else file_at(ckpt_path)
+    if file is not None and strategy.processes.is_global_zero:
+        ckpt_path = cleanup.enter_context(as_folder(file))
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
-    run.set_paths(run_dir, path)
+    run.set_paths(run_dir, path, file)
+    share_dirpaths(run)
     cleanup.enter_context(locked_folders(run))
     path = find_again(run, ckpt_path, path)
-    run.set_paths(run_dir, path)
+    run.set_paths(run_dir, path, file)
     if run.stage == "fit":
         session.remember_beginning(beginning_of(run, path))
         if strategy.processes.is_global_zero and not run.settings.fast_dev_run:
@@ -296,7 +305,7 @@ def restore_weights(run: Run, checkpoint: dict[str, Any] | None) -> None:
     if checkpoint is not None:
         with restoring("the weights"):
             load_weights(run.strategy, checkpoint)
-        log.info("restored %s", run.resumed_from)
+        log.info("restored %s", run.origin)
 
 
 def build_layers(run: Run) -> None:
@@ -340,7 +349,7 @@ def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for new loaders. Collective."""
     run.loaders.close()
     with run.loader_epochs.asking():
-        make_loaders(run, data)
+        make_loaders(run, data, keeps_val=not run.loader_epochs.validate(run.settings.check_val_every_n_epoch))
     assert run.train_loader is not None
     run.facts.agree_on_loaders(run.loaders.all(), run.train_loader)
     split_batches(run)
@@ -374,9 +383,12 @@ def build_optimizers(run: Run) -> None:
     """Get optimizers and schedulers from the module, check them, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
-    optimizers, schedulers = parse_optimizers(
-        module.configure_optimizers(), type(module).__name__, automatic, calls_step
-    )
+    configured = module.configure_optimizers()
+    if configured is None:
+        strategy.processes.log.warning(
+            "configure_optimizers returned None: this run has no optimizer. To train, end it with 'return optimizer'."
+        )
+    optimizers, schedulers = parse_optimizers(configured, type(module).__name__, automatic, calls_step)
     check_parameters(optimizers, module, shared=not automatic)
     assert run.train_loader is not None
     run.facts.agree_on_optimizers(module, optimizers, schedulers)

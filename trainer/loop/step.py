@@ -129,6 +129,10 @@ class Step:
     """The outputs of the last micro-batch, for `on_train_batch_end`."""
     data: Any = None
     """That micro-batch, on the device."""
+    window: Sequence[Batch] = ()
+    """The micro-batches of the step in progress, or of the last one that ended within its window."""
+    position = 0
+    """The number of the micro-batch in progress, in its window."""
 
     def __init__(self, run: Training) -> None:
         module, strategy, hooks = run.module, run.strategy, run.hooks
@@ -184,6 +188,7 @@ class Step:
             repeated: a closure runs the same step again.
         """
         self.outputs = self.data = None
+        self.window = window
         self.losses.clear()
         self._metrics.start_window(window[0].data, window[0].samples, repeated)
         if self._run.guards.buffers is not None:
@@ -202,6 +207,7 @@ class Step:
             repeated: as for `begin`.
         """
         run, skipping = self._run, self._run.guards.skipping
+        self.position = position
         if position > 0:
             run.metrics.start_batch(batch.data, batch.samples)
         data = run.metrics.batch = self.transfer(batch.data)

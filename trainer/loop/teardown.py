@@ -149,7 +149,7 @@ def _explain_restored_state(run: Run, error: Exception, modules: list[str]) -> C
     if not in_torch or isinstance(error, torch.OutOfMemoryError):
         return None
     return CheckpointError(
-        f"the optimizer or scheduler cannot go on from the state in {run.resumed_from} "
+        f"the optimizer or scheduler cannot go on from the state in {run.origin} "
         f"({type(error).__name__}: {error}): that is damaged, or does not fit the code. To start anew from its weights "
         "alone: load_from_checkpoint, and fit without ckpt_path."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,15 +20,18 @@ from torch.optim import Optimizer
 from trainer.arguments import local_path
 from trainer.callback import Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
+from trainer.checkpoint.disk import temporary_path_for
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks, saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
+from trainer.checkpoint.lightning_file import lightning_entries, save_file, write_beside, writes_file
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path
-from trainer.data.datamodule import DataModule
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.data.datamodule import DataModule, state_of_data
 from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_tensors
 from trainer.distributed.process_group import SingleProcess
@@ -395,7 +399,7 @@ def _restore_place(run: Run, checkpoint: Mapping[str, Any], rank: int | None) ->
         )
         return
     rng, of_epoch = checkpoint["rng"][rank], checkpoint["epoch_rng"][rank]["hook"]
-    check_rng_state(rng, f"{run.resumed_from}, 'rng' of rank {rank}", run.strategy.device)
+    check_rng_state(rng, f"{run.origin}, 'rng' of rank {rank}", run.strategy.device)
     of_epoch = of_epoch and states_of_generators(run.callbacks, checkpoint, of_epoch)
     run.generators.resume(states_of_generators(run.callbacks, checkpoint, rng), of_epoch or None)
     # Loaders that were made for a later epoch begin at their first batch.
@@ -462,9 +466,9 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
 
 def restore_data(datamodule: DataModule | None, checkpoint: Mapping[str, Any]) -> None:
     """Restore the data module, before it is asked for loaders."""
-    if datamodule is not None and checkpoint["data"]:
+    if datamodule is not None and (state := state_of_data(type(datamodule), checkpoint)):
         with restoring("the state of the data module"):
-            datamodule.load_state_dict(checkpoint["data"])
+            datamodule.load_state_dict(state)
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -577,6 +581,51 @@ def _about(run: Run) -> dict[str, Any]:
         if reason is not None and not exit_code(reason):
             about["stopped"] = reason.partition(":")[0]
     return about
+
+
+@contextmanager
+def writer_to(
+    run: Run, path: str | Path, single_file: bool | None, group: ProcessGroup
+) -> Iterator[Callable[[dict[str, Any], dict[str, Any]], None]]:
+    """Give the function that `save_state` calls to write a checkpoint folder, or a single file. Collective.
+
+    The file is made on rank 0 of a temporary folder, into which all processes have written their shards.
+
+    Args:
+        single_file: see `Trainer.save_checkpoint`.
+        group: the processes that write together.
+
+    Raises:
+        ConfigError: a single file would have a URL.
+    """
+    file = as_storage_path(path)
+    if not writes_file(single_file, file) or not isinstance(file, Path):
+        yield lambda state, about: write_checkpoint(path, state, info=about, process_group=group)
+        return
+    processes = run.strategy.processes
+    near = file.with_name(processes.broadcast_object(temporary_path_for(file).name))
+
+    def write(state: dict[str, Any], about: dict[str, Any]) -> None:
+        write_checkpoint(near / "checkpoint", state, info=about, process_group=group)
+        if processes.is_global_zero:
+            save_file({**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}, file)
+
+    try:
+        yield write
+    finally:
+        if processes.is_global_zero:
+            shutil.rmtree(near, ignore_errors=True)
+
+
+def write_file_beside(run: Run, folder: Path) -> None:
+    """Write the file of a committed checkpoint beside its folder."""
+    write_beside(folder, _lightning_entries(run, folder))
+
+
+def _lightning_entries(run: Run, folder: StoragePath) -> dict[str, Any]:
+    callbacks = callbacks_by_state_key(run.callbacks)
+    own = [key for key, one in callbacks.items() if not type(one).__module__.startswith("trainer.")]
+    return lightning_entries(folder, type(run.datamodule).__qualname__, own)
 
 
 def name_of_run_dir(run_dir: Path, settings: Settings) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from functools import partial, wraps
 from typing import Any, ClassVar
 
+from trainer.errors import ConfigError
+
 METHODS = (
     "training_step",
     "validation_step",
@@ -70,6 +72,14 @@ class OptionalMethods:
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""
         return any(map(self.overrides, names))
+
+
+def no_loader(owner: object, method: str) -> ConfigError:
+    """Return the error of a loader's method that is called and not defined."""
+    return ConfigError(
+        f"{type(owner).__name__} has no {method}: define it, and return a loader. Or give the loaders to the Trainer's "
+        "fit, validate, test or predict."
+    )
 
 
 def _takes_batch_only(step: Any) -> bool:

@@ -49,7 +49,7 @@ def refuse_to_set(owner: object, name: str) -> None:
     elif isinstance(found, property) and found.fset is None and found.fget.__module__.startswith("trainer."):
         is_argument, reason = name in signature(kind.__init__).parameters, "it follows from the run"
     elif found is refuse_to_set and (words := member_words(kind, [name])):
-        reason = f"it is not here. Use {words[name]}"
+        reason = f"it is Lightning's. Use {words[name]}"
     else:
         return
     if is_argument:

@@ -61,7 +61,7 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     if changed and run.strategy.processes.is_global_zero:
         log.warning(
             "changed since %s was written:%s\nIf that is intended, %s silences this warning.",
-            run.resumed_from,
+            run.origin,
             printable(_listed(changed)),
             _allowing(run.session, list(changed)),
         )
@@ -140,21 +140,21 @@ def _refusal(
     """Return the message for changes that prevent a resume; None if the training can continue."""
     if broken := _breaking_the_epoch(run, now, changed):
         return (
-            f"{run.resumed_from} was written inside an epoch (after batch {run.progress.batch} of epoch "
+            f"{run.origin} was written inside an epoch (after batch {run.progress.batch} of epoch "
             f"{run.progress.epoch}), and with these changes its samples would be used twice or never:{_listed(changed)}"
             f"\nGive the same data, or a checkpoint of an epoch's end. Or allow it: {_allowing(run.session, broken)}."
         )
     kinds = [facts.get("schedulers", {}).get("schedulers") for facts in (saved, now)]
     if "schedulers" in changed and kinds[0] != kinds[1]:
         return (
-            f"{run.resumed_from} has the states of {kinds[0]}, which would replace the options of {kinds[1]} from "
+            f"{run.origin} has the states of {kinds[0]}, which would replace the options of {kinds[1]} from "
             "configure_optimizers. Use the same schedulers, or load_from_checkpoint to take the weights alone. "
             f"Or allow it: {_allowing(run.session, ['schedulers'])}."
         )
     cut = [] if "module" in allowed else _cut_off(saved.get("module", {}), now.get("module", {}), checkpoint["model"])
     if cut:
         return (
-            f"values of {run.resumed_from} would lose precision in the module's dtypes: {first_of(cut)}. "
+            f"values of {run.origin} would lose precision in the module's dtypes: {first_of(cut)}. "
             f"Give the module the checkpoint's dtypes. Or allow it: {_allowing(run.session, ['module'])}."
         )
     return None

@@ -212,7 +212,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     for method in NEEDED[stage]:
         if not module.overrides(method) and not (method == "predict_step" and has_forward):
             problems.append(f"{name} has no {method}: {HOW_TO_DEFINE[method]}")
-    return problems + _check_signatures(module, stage) + module.hyperparameter_problems
+    return problems + _check_signatures(module, stage)
 
 
 def datamodule_problems(datamodule: DataModule) -> list[str]:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import local_path
+from trainer.callback import Checkpoint
 from trainer.checkpoint.deserialization import from_json, to_json
 from trainer.checkpoint.directory import CHECKPOINTS, CheckpointDirectory, locate, versions
 from trainer.checkpoint.disk import ReadError, make_directory, replace_notes, sync_directory
+from trainer.checkpoint.lightning_file import folder_beside
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, read_manifest, read_metadata
 from trainer.checkpoint.schema import Integer, wrong
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, real_path
@@ -111,7 +113,7 @@ def _known_to(run: Run, paths: list[str]) -> StoragePath | None:
     """Return the first checkpoint that the callbacks of this trainer's `fit` name."""
     for path in paths:
         if path and run.session.has_fit:
-            return locate(as_storage_path(path))
+            return locate(folder_beside(as_storage_path(path)))
     return None
 
 
@@ -146,7 +148,8 @@ def refuse_weights_alone(run: Run, ckpt_path: str | Path | None, path: StoragePa
 
 def find_after_restart(run: Run, former: str) -> StoragePath | None:
     """Return the newest checkpoint of an earlier attempt at this run, whose run directory is `former`; or None."""
-    for folder in [*_dirpaths(run), Path(former) / CHECKPOINTS]:
+    earlier = chain.from_iterable(one.values() for one in _earlier_dirpaths(run))
+    for folder in [*_dirpaths(run), *earlier, Path(former) / CHECKPOINTS]:
         found = _resolve(folder, "last")
         # A dirpath may contain checkpoints of older runs.
         if found is not None and _absolute(saved_run_dir(found), run.settings) == Path(former):
@@ -184,6 +187,8 @@ def _newest_of_latest_run(run: Run, found: StoragePath, of_this_run: bool = Fals
     Args:
         of_this_run: the wanted run has written `found`.
     """
+    if run.stage == "fit":
+        _write_beside(run, found)
     if len(run.checkpoint_callbacks) < 2:
         return found
     latest, dirpaths = found, _dirpaths(run)
@@ -214,6 +219,35 @@ def _dirpaths(run: Run) -> list[StoragePath]:
     return [as_storage_path(one.dirpath) for one in run.checkpoint_callbacks if one.dirpath is not None]
 
 
+def _earlier_dirpaths(run: Run) -> Iterator[dict[Checkpoint, Path]]:
+    """Yield the folders of the ModelCheckpoints in earlier runs, where they are in the folder of a logger's version.
+
+    In `dirpath=f"{logger.log_dir}/checkpoints"` each start of the program has the number of the next version.
+    """
+    dirpaths = {one: one.dirpath for one in run.checkpoint_callbacks if one.dirpath is not None}
+    for logger in run.loggers:
+        yield from logger.folder_of_files.earlier(dirpaths)
+
+
+def _write_beside(run: Run, found: StoragePath) -> None:
+    """Have ModelCheckpoints whose folders are in a logger's next version continue in the version of a checkpoint."""
+    for folders in _earlier_dirpaths(run):
+        for callback, folder in folders.items() if found.parent in folders.values() else ():
+            callback.dirpath = str(folder)
+
+
+def share_dirpaths(run: Run) -> None:
+    """Give the ModelCheckpoints of all processes rank 0's folders: a logger's next version depends on when it is read.
+
+    Collective.
+    """
+    dirpaths = [None if one.dirpath is None else str(one.dirpath) for one in run.checkpoint_callbacks]
+    shared = run.strategy.processes.broadcast_object(dirpaths)
+    for callback, own, dirpath in zip(run.checkpoint_callbacks, dirpaths, shared, strict=False):
+        if own != dirpath:
+            callback.dirpath = dirpath
+
+
 def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
     """Return the folders that may contain checkpoints of this run, the likeliest first.
 
@@ -225,6 +259,7 @@ def checkpoint_dirs(run: Run, best: bool = False) -> list[StoragePath]:
         of_run = [run.session.named_run / CHECKPOINTS]
     else:
         of_run = [run / CHECKPOINTS for run in reversed(versions(run.settings.root))]
+    of_run = [*chain.from_iterable(one.values() for one in _earlier_dirpaths(run)), *of_run]
     if not best:
         return [*_dirpaths(run), *of_run]
     choosing = [one.dirpath for one in run.checkpoint_callbacks if one.monitor is not None]
@@ -286,26 +321,29 @@ def choose_logger_folders(run: Run, ckpt_path: str | Path | None) -> None:
     Raises:
         ConfigError: two would write the same files.
     """
-    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit")
     folders = {name: logger.place for name, logger in named(run.loggers) if logger.place is not None}
-    for folder in folders.values():
-        folder.goes_on = goes_on
     twice = _begin_folders(run, folders) if run.strategy.processes.is_global_zero else None
     numbers = {name: folder.number for name, folder in folders.items()}
-    numbers, twice = run.strategy.processes.broadcast_object((numbers, twice))
+    goes_on = run.resumed_from is not None and (ckpt_path == "last" or run.stage != "fit" or _is_former_run(run))
+    numbers, twice, goes_on = run.strategy.processes.broadcast_object((numbers, twice, goes_on))
     if twice is not None:
         raise ConfigError(f"two loggers would write the same files: give {twice} a separate folder (save_dir=...).")
-    if not goes_on:
-        for name, folder in folders.items():
-            folder.number, folder.chosen = numbers.get(name), True
+    for name, folder in folders.items():
+        folder.number, folder.chosen, folder.announced, folder.goes_on = numbers.get(name), True, False, goes_on
+
+
+def _is_former_run(run: Run) -> bool:
+    """Whether the run has its checkpoint's run directory without "last": it was started again, or requeued."""
+    assert run.resumed_from is not None
+    return _absolute(saved_run_dir(run.resumed_from), run.settings) == run.session.run_dir.absolute()
 
 
 def _begin_folders(run: Run, folders: Mapping[str, LoggerFolder]) -> str | None:
     """Let loggers choose folders without files; return the name of a logger that has another one's folder."""
     places = set()
     for name, folder in folders.items():
-        if not folder.goes_on and (run.stage == "fit" or not folder.chosen):
-            folder.begin(run.session.run_dir)
+        if run.stage == "fit" or folder.announced or not folder.chosen:
+            folder.begin()
         place = folder.files, os.path.realpath(folder.log_dir(run.session.run_dir) or "")
         if place in places:
             return name
@@ -359,14 +397,16 @@ def _run_dir_of(checkpoint: StoragePath, settings: Settings) -> Path | None:
 
     A checkpoint may come from a stranger, so its content must not decide where files are written.
     """
-    if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
-        return checkpoint.parent.parent
+    is_beside = isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS
+    beside = Path(str(checkpoint.parent.parent)) if is_beside else None
+    if beside is not None and beside.resolve().parent == settings.root.resolve():
+        return beside
     try:
         path = _absolute(saved_run_dir(checkpoint), settings)
         inside = path.parent.resolve() == settings.root.resolve()
-        return path if inside and path in versions(path.parent) and path.is_dir() else None
+        return path if inside and path in versions(path.parent) and path.is_dir() else beside
     except (OSError, ValueError):  # no path of this machine
-        return None
+        return beside
 
 
 def _absolute(named: str, settings: Settings) -> Path:

@@ -90,7 +90,6 @@ def _parser() -> CommandParser:
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
     _add_export_options(of["export"])
     of["import"].add_argument("out", metavar="OUT", help="the folder to write, for load_from_checkpoint")
-    of["import"].add_argument("--optimizer", metavar="NAME", help="its class, where the file does not say it: AdamW")
     for name in ("export", "import"):
         of[name].add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser

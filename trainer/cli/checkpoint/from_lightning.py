@@ -1,30 +1,36 @@
 """`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
 The file is a pickle. It is read by torch's restricted unpickler, which makes tensors, plain data, paths and numpy's
-numbers and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`.
+numbers and arrays, and calls nothing else, in a separate process: `python -m trainer.cli.checkpoint.from_lightning`. So
+are files that `fit(ckpt_path=...)` and `load_from_checkpoint` are given.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
+import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import trainer
+from trainer.checkpoint.deserialization import TensorInfo, deserialize
+from trainer.checkpoint.hook_checkpoint import ADDED
+from trainer.checkpoint.lightning_file import OWN, import_file
 from trainer.errors import CheckpointError
+
+_Imported = tuple[dict[str, Any], dict[str, Any], str]
 
 INSTEAD = (
     "Where you trust it, in the environment that wrote it: torch.save({'state_dict': torch.load(path, "
-    "weights_only=False)['state_dict']}, 'weights.ckpt'), and import that file."
+    "weights_only=False)['state_dict']}, 'weights.ckpt'), and give that file."
 )
 TAKEN = (
     *("state_dict", "hyper_parameters", "hparams", "datamodule_hyper_parameters", "epoch", "global_step", "loops"),
-    *("optimizer_states", "lr_schedulers"),
+    *("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision"),
 )
 """Entries that are taken, as far as they have a place here."""
 OF_THE_FILE = (
@@ -45,65 +51,109 @@ def import_lightning(options: argparse.Namespace) -> int:
     """
     if not Path(options.path).is_file():
         raise CheckpointError(f"{options.path} is not a file: give a .ckpt file that Lightning has written.")
-    here = str(Path(trainer.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    words = [options.path, options.out, str(int(options.force)), options.optimizer or ""]
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", *words],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-    if child.returncode:
-        lines = child.stderr.strip().splitlines() or [f"the process that read it ended with {child.returncode}"]
-        raise CheckpointError(f"{options.path} cannot be imported: {lines[-1]}")
-    print(child.stdout, end="")
+    print(import_file(Path(options.path), Path(options.out), options.force), end="")
     return 0
 
 
-def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> str:
+def convert(file: str, out: str, force: bool) -> str:
     """Write the checkpoint `out`, and return what has been taken and what has not.
-
-    Args:
-        optimizer: the name of the optimizer's class; None to find it by its options.
 
     Raises:
         CheckpointError: the file is not a checkpoint of Lightning, would run code, or `out` is there.
     """
     from trainer.checkpoint.writing import write_checkpoint
-    from trainer.cli.checkpoint.lightning_training import training_of
-    from trainer.hyperparameters import kinds_of_hyperparameters
 
-    read = _read(file)
+    read, left = _read(file), list[str]()
     _check(read)
-    weights, no_data = read["state_dict"], list[str]()
+    own = read.pop(OWN, None)
+    state, info, continues = _of_lightning(read) if own is None else _of_this_package(read, own)
+    state["model"] = read["state_dict"]
+    state["hyperparameters"] = _hyperparameters(read, state["hyperparameters"], left)
+    state[ADDED] = state.get(ADDED, {}) | _added(read, left)
+    write_checkpoint(out, state, info=info, overwrite=force)
+    of_module, of_data = (len(state["hyperparameters"].get(owner, ())) for owner in ("module", "data"))
+    lines = [
+        f"{out}: {len(state['model'])} weights and {of_module + of_data} hyperparameters, of epoch "
+        f"{info['epoch']}, step {info['step']}",
+        f"for Module.load_from_checkpoint({out!r})",
+        continues.replace("OUT", repr(out)),
+        f"not taken: {', '.join(left) or 'nothing'}",
+    ]
+    return "\n".join(lines)
+
+
+def _of_lightning(read: Mapping[str, Any]) -> _Imported:
+    """Return the state and info of a checkpoint, but for weights and hyperparameters, and how it continues."""
+    from trainer.cli.checkpoint.lightning_training import training_of, weights_alone
+    from trainer.loop.progress import Progress
+
+    info: dict[str, Any] = {"epoch": read.get("epoch", 0), "step": read.get("global_step", 0)}
+    try:
+        state = training_of(read)
+    except CheckpointError as error:
+        words = f"a training starts again with these weights: {error}"
+        return weights_alone(asdict(Progress(**info))), {**info, "weights_only": True}, words
+    words = (
+        f"or fit(ckpt_path=OUT): with the states of all optimizers ({len(state['optimizers'])}) and schedulers "
+        f"({len(state['schedulers'])}); the order of the samples is another"
+    )
+    return state, info, words
+
+
+def _of_this_package(read: Mapping[str, Any], own: Mapping[str, Any]) -> _Imported:
+    """Return the same of a file that was written here, which has all that a folder has."""
+    import torch
+
+    from trainer.checkpoint.schema import require
+
+    require(own, {"info": {str: object}, "entries": {str: {"data": object, "tensors": {str: torch.Tensor}}}}, OWN)
+    state = {}
+    for key, one in own["entries"].items():
+        state[key] = deserialize(one["data"], partial(_tensor_of, one["tensors"]), f"{OWN}, {key!r:.100}")
+    return state, {**own["info"], "step": read["global_step"], "epoch": read["epoch"]}, "or fit(ckpt_path=OUT)"
+
+
+def _tensor_of(tensors: Mapping[str, Any], info: TensorInfo) -> Any:
+    if info.name not in tensors:
+        raise CheckpointError(f"the tensor {info.name!r:.100} in {OWN!r} is missing.")
+    return tensors[info.name]
+
+
+def _hyperparameters(read: Mapping[str, Any], own: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """Return the hyperparameters of module and data module as a checkpoint stores them, with their kinds.
+
+    Args:
+        own: what this package has stored in the file.
+    """
+    from trainer.hyperparameters import encoded_hyperparameters
+
     given: dict[str, Any] = {
         "module": read.get("hyper_parameters") or read.get("hparams"),
         "data": read.get("datamodule_hyper_parameters"),
     }
-    kept = {owner: _storable(values, no_data) for owner, values in given.items() if values}
-    kinds = {owner: kinds_of_hyperparameters({n: given[owner][n] for n in stored}) for owner, stored in kept.items()}
-    state = {"model": weights, "hyperparameters": {**kept, "kinds": kinds}}
-    progress: dict[str, Any] = {"epoch": read.get("epoch", 0), "step": read.get("global_step", 0)}
-    try:
-        training = training_of(read, optimizer)
-        continues = (
-            f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
-            f"{len(training['schedulers'])} schedulers; the order of the samples is another"
-        )
-    except CheckpointError as error:
-        training, continues = {"progress": progress}, f"a training starts again with these weights: {error}"
-    write_checkpoint(out, {**training, **state}, info=progress, overwrite=force)
-    no_data += [str(name) for name, value in read.items() if name not in TAKEN + OF_THE_FILE and _is_something(value)]
-    lines = [
-        f"{out}: {len(weights)} weights and {sum(map(len, kept.values()))} hyperparameters, of epoch "
-        f"{progress['epoch']}, step {progress['step']}",
-        f"for Module.load_from_checkpoint({out!r})",
-        continues,
-        f"not taken: {', '.join(no_data) or 'nothing'}",
-    ]
-    return "\n".join(lines)
+    kept = {owner: _storable(values, left) for owner, values in given.items() if values}
+    kinds = {**own.get("kinds", {})}
+    for owner in kept:
+        kinds[owner] = encoded_hyperparameters(given[owner])[1] | kinds.get(owner, {})
+    names = {"module": read.get("hparams_name", "kwargs"), "data": read.get("datamodule_hparams_name", "kwargs")}
+    in_one = {owner: name for owner, name in names.items() if name != "kwargs" and owner in kept}
+    return {**({"arguments": in_one} if in_one else {}), **own, **kept, "kinds": kinds}
+
+
+def _added(read: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """Return the entries that hooks have added, as far as a checkpoint can store them."""
+    from trainer.checkpoint.serialization import serialize
+
+    added = {}
+    for name, value in read.items():
+        if name in TAKEN + OF_THE_FILE:
+            continue
+        try:
+            serialize(value, name)
+            added[name] = value
+        except CheckpointError:
+            left.append(str(name))
+    return added
 
 
 def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
@@ -119,10 +169,6 @@ def _storable(hyperparameters: Mapping[str, Any], left: list[str]) -> dict[str, 
         except CheckpointError:
             left.append(f"hyperparameter {name} (a {type(value).__name__})")
     return stored
-
-
-def _is_something(value: Any) -> bool:
-    return not isinstance(value, (type(None), dict, list, tuple, str)) or bool(value)
 
 
 def _check(read: Mapping[str, Any]) -> None:
@@ -143,13 +189,15 @@ def _check(read: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, not a tensor.")
 
 
-def _read(file: str) -> Mapping[str, Any]:
+def _read(file: str) -> dict[str, Any]:
     """Read a file with torch's restricted unpickler."""
     from pickle import UnpicklingError
 
     import torch
 
     try:
+        if zipfile.is_zipfile(file) and (damaged := zipfile.ZipFile(file).testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} in it does not match")
         with torch.serialization.safe_globals(_harmless()):
             read = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
@@ -162,21 +210,22 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _harmless() -> list[Any]:
-    """Return the classes besides torch's that may be made from a file: classes of paths, and of numpy's numbers.
+    """Return the classes besides torch's that may be made from a file: all that a checkpoint here can have.
 
     They only hold what they are given. A path has the class of the machine that wrote it, which Python 3.13 and earlier
     versions call differently, and becomes one of this machine.
     """
     import pathlib
+    from datetime import timedelta
 
     import numpy as np
 
     kinds = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     paths = [(pathlib.Path, f"{module}.{kind}") for module in ("pathlib", "pathlib._local") for kind in kinds]
     numbers = [type(np.dtype(kind)) for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?")]
-    scalar = np.float64(0).__reduce__()[0]
-    names = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-    return [*paths, *names, np.dtype, *numbers]
+    makers = {"scalar": np.float64(0).__reduce__()[0], "_reconstruct": np.zeros(0).__reduce__()[0]}
+    names = [(make, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core") for name, make in makers.items()]
+    return [*paths, *names, np.dtype, np.ndarray, *numbers, timedelta, range, set, frozenset]
 
 
 def _cause(message: str) -> str:
@@ -187,7 +236,7 @@ def _cause(message: str) -> str:
 
 if __name__ == "__main__":
     try:
-        read_from, write_to, forced, named = sys.argv[1:]
-        print(convert(read_from, write_to, forced == "1", named or None))
+        read_from, write_to, forced = sys.argv[1:]
+        print(convert(read_from, write_to, forced == "1"))
     except CheckpointError as error:
         sys.exit(" ".join(str(error).split()))

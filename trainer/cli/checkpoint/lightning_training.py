@@ -4,64 +4,81 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from trainer.callbacks import CALLBACKS
 from trainer.checkpoint.optimizer_state import extra_of
 from trainer.checkpoint.serialization import serialize
 from trainer.errors import CheckpointError
 from trainer.loop.progress import Progress
 from trainer.seed import rng_state
 
-_ADAM = ("Adam", "AdamW")
 
-
-def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+def training_of(read: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that `fit(ckpt_path=)` needs to continue: all but weights and hyperparameters.
 
     The metrics and random numbers of the file's training are not taken: Lightning does not store them.
 
     Args:
         read: a checkpoint of Lightning's.
-        kind: the name of the optimizer's class, which the file does not have; None to find it by its options.
 
     Raises:
-        CheckpointError: there is not one optimizer, or no class of torch's has its options, or it is not data.
+        CheckpointError: there is no optimizer, or it is not data.
     """
     try:
-        return _training_of(read, kind)
+        return _training_of(read)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         words = f"its optimizer, schedulers or loops are not as Lightning writes them ({type(error).__name__}: {error})"
         raise CheckpointError(words) from None
 
 
-def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
-    states = read.get("optimizer_states")
-    if not isinstance(states, list) or len(states) != 1:
-        raise CheckpointError("it does not have the state of exactly one optimizer")
-    schedulers = read.get("lr_schedulers", [])
-    optimizer = _optimizer(states[0], kind)
-    serialize([optimizer, schedulers], "its optimizer and schedulers")
+def _training_of(read: Mapping[str, Any]) -> dict[str, Any]:
+    states, schedulers = read.get("optimizer_states"), read.get("lr_schedulers", [])
+    if not states:
+        raise CheckpointError("it has no state of an optimizer")
+    optimizers = [_optimizer(state) for state in states]
+    serialize([optimizers, schedulers], "its optimizers and schedulers")
+    progress = _progress(read)
+    callbacks = _callbacks(read.get("callbacks") or {})
+    if len(optimizers) > 1:  # Lightning counts the steps of all
+        progress.step = progress.batches_before + progress.batch
     return {
-        "optimizers": [optimizer],
+        **weights_alone(asdict(progress)),
+        "optimizers": optimizers,
         "schedulers": schedulers,
+        "scaler": read.get("MixedPrecision") or {},
+        "hook_changes": [{"values": {}, "groups": [len(one["param_groups"]) for one in optimizers]}],
+        "callbacks": callbacks,
+        "callback_identities": {key: {"of": key, "made_with": ""} for key in callbacks},
+        "scheduler_values": [-1] * len(schedulers),
+    }
+
+
+def weights_alone(counters: dict[str, Any]) -> dict[str, Any]:
+    """Return the same entries for weights from which no training continues."""
+    return {
+        "optimizers": [],
+        "schedulers": [],
         "scaler": {},
-        "progress": asdict(_progress(read)),
+        "progress": counters,
         "global_micro_batch": None,
         "rng": [rng_state()],
         "epoch_rng": [{"epoch": 0, "loaders": {}, "hook": {}}],
         "loader": [{}],
         "metrics": [{"train": {}, "hooks": {}, "objects": {}}],
-        "hook_changes": [{"values": {}, "groups": [len(optimizer["param_groups"])]}],
+        "hook_changes": [{"values": {}, "groups": []}],
         "callback_metrics": {},
         "measured": {},
-        "scheduler_values": [-1] * len(schedulers),
+        "scheduler_values": [],
         "postponed_stop": None,
         "followed_buffers": [],
         "callbacks": {},
         "data": {},
+        "hyperparameters": {},
         "config": None,
         "seed": 0,
         "run_dir": "",
@@ -75,15 +92,15 @@ def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     }
 
 
-def _optimizer(state: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
-    """Return an optimizer's state by position: only the optimizer that the module makes has the names."""
+def _optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by position: only the optimizer that the module makes has the names and the class."""
     groups, values = state.get("param_groups", []), state.get("state", {})
     positions = [position for group in groups for position in group["params"]]
     options = [{option: value for option, value in group.items() if option != "params"} for group in groups]
     more = {"common": {key: one for key, one in values.items() if key not in positions}, "extra": extra_of(state)}
     return {
         **{key: value for key, value in more.items() if value},
-        "kind": kind or _kind(options[0]),
+        "kind": "",
         "state": {str(position): dict(values[position]) for position in positions if values.get(position)},
         "param_groups": [
             {**of_group, "params": [*map(str, group["params"])]}
@@ -93,24 +110,15 @@ def _optimizer(state: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     }
 
 
-def _kind(options: Mapping[str, Any]) -> str:
-    """Return the class of torch's optimizer that has these options."""
-    parameter = [torch.nn.Parameter(torch.zeros(1))]
-    by_options: dict[str, set[str]] = {}
-    everything: dict[str, Any] = vars(torch.optim)
-    optimizers = {name: one for name, one in everything.items() if isinstance(one, type) and hasattr(one, "step")}
-    for name, optimizer in optimizers.items():
-        try:
-            by_options[name] = set(optimizer(parameter, lr=0.1).defaults)
-        except (TypeError, ValueError):
-            continue  # it takes other arguments
-    given = set(options) - {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-    found = [name for name, known in by_options.items() if known == given]
-    if set(found) == set(_ADAM):
-        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
-    if len(found) != 1:
-        raise CheckpointError("the class of its optimizer is not there: name it with --optimizer AdamW or the like")
-    return found[0]
+def _callbacks(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the user's callbacks: those of Lightning's own are of another shape here."""
+    found = {}
+    for key, state in states.items():
+        if isinstance(state, dict) and str(key).partition("{")[0] not in CALLBACKS:
+            with suppress(CheckpointError):
+                serialize(state, key)
+                found[key] = state
+    return found
 
 
 def _progress(read: Mapping[str, Any]) -> Progress:

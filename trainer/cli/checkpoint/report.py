@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.deserialization import TensorInfo
 from trainer.cli.columns import fitted_lines, in_columns
 from trainer.cli.runs.find import main_metrics, mapping
 from trainer.errors import ConfigError, did_you_mean, printable
-from trainer.hyperparameters import is_numpy_number, is_scalar
+from trainer.hyperparameters import as_stored, is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.deserialization import TensorInfo
     from trainer.checkpoint.manifest import Manifest
     from trainer.cli.checkpoint.find import CheckpointSummary
 
@@ -100,7 +100,7 @@ def as_data(found: CheckpointSummary) -> dict[str, Any]:
 
 
 def json_ready(value: Any) -> Any:
-    """Return data for JSON: keys, nan, infinities and large integers as text, tensors as name, dtype and shape."""
+    """Return data for JSON: keys, nan, infinities and the like as text, tensors as name, dtype and shape."""
     if isinstance(value, dict):
         return {text_of(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,7 +113,9 @@ def json_ready(value: Any) -> Any:
         return text_of(value)
     if is_scalar(value):
         return value
-    return {"tensor": value.name, "dtype": value.dtype_name, "shape": list(value.shape)}
+    if isinstance(value, TensorInfo):
+        return {"tensor": value.name, "dtype": value.dtype_name, "shape": list(value.shape)}
+    return json_ready(as_stored(value))
 
 
 def tensors_in(value: Any) -> Iterator[TensorInfo]:
@@ -121,7 +123,7 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
     if isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
-    elif not is_scalar(value):
+    elif isinstance(value, TensorInfo):
         yield value
 
 

@@ -1,0 +1,339 @@
+"""Programs that were written for Lightning run unchanged: its modules lead here, its other names fail when used."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning
+import torch
+
+from tests.helpers.toy import Toy
+from trainer import ConfigError
+from trainer.compat import at_use, helpers
+from trainer.compat.names import MODULES, NAMES
+from trainer.names.paths import AS_LIGHTNING, LIGHTNING_VERSION
+
+LINE = f"running as Lightning {LIGHTNING_VERSION}:"
+TRAIN = """
+import lightning.pytorch as pl
+import torch
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
+    options = dict(max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = pl.Trainer(accelerator="cpu", devices=DEVICES, **options)
+    trainer.fit(Net(), loader)
+    if trainer.global_rank == 0:
+        entries = torch.load(trainer.checkpoint_callback.best_model_path)
+        print(pl.Trainer.__module__, trainer.world_size, sorted(entries)[-1])
+"""
+
+
+def python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, without the settings of this process."""
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", AS_LIGHTNING)}
+    own |= {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=own, capture_output=True, text=True, timeout=300
+    )
+
+
+def as_lightning(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program by `trainer run-as-lightning`."""
+    (folder / "program.py").write_text(textwrap.dedent(text))
+    return python("-m", "trainer", "run-as-lightning", "program.py", *arguments, folder=folder)
+
+
+def test_modules_and_versions(tmp_path: Path) -> None:
+    done = as_lightning(
+        """
+        import importlib.metadata, importlib.util, sys
+        import lightning, lightning.pytorch as pl, pytorch_lightning, lightning_fabric
+        import pytorch_lightning.callbacks.early_stopping as stopping
+        import lightning.pytorch.callbacks, trainer.callbacks
+        from lightning.pytorch import *
+        from lightning.fabric.utilities.imports import _TORCH_GREATER_EQUAL_2_1, _IS_WINDOWS
+        from lightning_utilities.core.rank_zero import rank_zero_only as theirs
+
+        assert lightning.Trainer is pl.Trainer is pytorch_lightning.Trainer is Trainer is trainer.Trainer
+        assert pl.callbacks is trainer.callbacks and stopping.EarlyStopping is trainer.callbacks.EarlyStopping
+        assert lightning_fabric.seed_everything is trainer.seed_everything
+        assert {one.__version__ for one in (lightning, pl, pytorch_lightning, lightning_fabric)} == {"2.6.6"}
+        assert importlib.metadata.version("lightning") == importlib.metadata.version("pytorch-lightning") == "2.6.6"
+        assert importlib.util.find_spec("lightning") and not importlib.util.find_spec("lightning.nothing")
+        assert "Trainer" in dir(pl) and trainer.__version__ != "2.6.6"
+        assert _TORCH_GREATER_EQUAL_2_1 and theirs.rank == 0
+        print(sys.argv, __name__, sys.path[0] != "" )
+        sys.exit(3)
+        """,
+        tmp_path,
+        "--lr",
+        "1",
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "['program.py', '--lr', '1'] __main__ True\n"
+    assert done.stderr.count(LINE) == 1
+
+
+def test_the_version_is_that_of_the_installed_lightning() -> None:
+    assert pytorch_lightning.__version__ == LIGHTNING_VERSION
+    folder = Path(at_use.__file__).parent / "as_lightning"
+    metadata = [file.read_text() for file in folder.glob("*.dist-info/METADATA")]
+    assert len(metadata) == 2
+    assert all(f"\nVersion: {LIGHTNING_VERSION}\n" in text for text in metadata)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_program_trains_and_reads_its_checkpoint_as_a_file(devices: int, tmp_path: Path) -> None:
+    done = as_lightning(TRAIN.replace("DEVICES", str(devices)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"trainer.trainer {devices} trainer_checkpoint"
+    assert done.stderr.count(LINE) == 1
+
+
+def test_children_run_as_lightning(tmp_path: Path) -> None:
+    done = as_lightning(
+        """
+        import multiprocessing, subprocess, sys
+        import torch
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1
+            def __getitem__(self, index):
+                import pytorch_lightning
+                return pytorch_lightning.Trainer.__module__
+
+        def child(queue):
+            import lightning.pytorch as pl
+            queue.put(pl.Trainer.__module__)
+
+        if __name__ == "__main__":
+            for method in ("spawn", "fork", "forkserver"):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                process = context.Process(target=child, args=(queue,))
+                process.start()
+                loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=method)
+                print(queue.get(timeout=100), next(iter(loader))[0], flush=True)
+                process.join()
+            program = "import lightning_fabric, lightning; print(lightning.Trainer.__module__)"
+            subprocess.run([sys.executable, "-c", program], check=True)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ["trainer.trainer"] * 7, done.stderr
+    assert done.stderr.count(LINE) == 1
+
+
+def test_a_program_may_ask_for_it_itself(tmp_path: Path) -> None:
+    done = python(
+        "-c", "import trainer.compat.lightning, pytorch_lightning; pytorch_lightning.Trainer()", folder=tmp_path
+    )
+    assert (done.returncode, done.stderr.count(LINE)) == (0, 1)
+    late = python("-c", "import pytorch_lightning, trainer.compat.lightning", folder=tmp_path)
+    assert late.stderr.endswith("Import trainer.compat.lightning before it.\n")
+
+
+def test_nothing_of_it_is_there_where_it_is_not_used(tmp_path: Path) -> None:
+    program = (
+        "import sys, trainer; trainer.Trainer(); import pytorch_lightning\n"
+        "loaded = [one for one in sys.modules if one.startswith('trainer.compat')]\n"
+        "print(loaded, pytorch_lightning.Trainer is trainer.Trainer)"
+    )
+    assert python("-c", program, folder=tmp_path).stdout == "[] False\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing.py"], ["-m"]])
+def test_the_command_names_what_is_missing(arguments: list[str], tmp_path: Path) -> None:
+    done = python("-m", "trainer", "run-as-lightning", *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert "Give a Python file, or -m" in done.stderr
+
+
+def test_a_module_is_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys, lightning; print(sys.argv[1:], lightning.Trainer.__module__)")
+    done = python("-m", "trainer", "run-as-lightning", "-m", "own", "-x", folder=tmp_path)
+    assert done.stdout == "['-x'] trainer.trainer\n"
+
+
+# -- names that are not here -------------------------------------------------------------------------------------------
+
+
+def all_names() -> list[str]:
+    """Return the names of the table that only have words; one is of a module that Lightning 2.6 has no more."""
+    in_words = [name for name, target in NAMES.items() if ":" not in target or " " in target]
+    return sorted(name for name in in_words if name != "core.memory.ModelSummary")
+
+
+@pytest.fixture
+def runs_as_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AS_LIGHTNING, "1")
+
+
+@pytest.mark.usefixtures("runs_as_lightning")
+@pytest.mark.parametrize("name", all_names())
+def test_a_name_that_is_not_here_fails_when_it_is_used(name: str) -> None:
+    package, _, last = name.rpartition(".")
+    kind = getattr(importlib.import_module(f"trainer.{package or 'utilities'}"), last)
+    if name == "StrategyRegistry":
+        return
+    own: Any = type("Own", (kind,), {"__init__": lambda self: None})
+    beside_module: Any = type("Both", (torch.nn.Module, kind), {})
+    assert not isinstance(3, kind)
+    assert issubclass(own, kind)
+    assert inspect.isclass(kind[int])
+    assert type(None) in (kind | None).__args__
+    for one in (kind, own, beside_module):
+        with pytest.raises(ConfigError, match=f"^{last} is not here. Use "):
+            one()
+    with pytest.raises(AttributeError, match=f"^{last}.is_available: {last} is not here. Use "):
+        kind.is_available()
+
+
+@pytest.mark.usefixtures("runs_as_lightning")
+def test_registries_take_what_is_registered() -> None:
+    registry = importlib.import_module("trainer.strategies").StrategyRegistry
+    registry.register("mine", Toy, description="x")
+
+    @registry.register("other")
+    class Other:
+        pass
+
+    assert dict(registry) == {"mine": Toy, "other": Other}
+
+
+@pytest.mark.usefixtures("runs_as_lightning")
+def test_errors_warnings_and_flags() -> None:
+    utilities = importlib.import_module("trainer.utilities.exceptions")
+    assert issubclass(at_use.answered_at_use("OwnException", "x"), Exception)
+    assert issubclass(at_use.answered_at_use("OwnWarning", "x"), Warning)
+    assert utilities.SIGTERMException is SystemExit
+    imports = importlib.import_module("trainer.utilities.imports")
+    assert imports._TORCHMETRICS_AVAILABLE is True
+    assert imports._NOTHINGLIKEIT_AVAILABLE is False
+    assert imports._TORCH_GREATER_EQUAL_2_1 is True
+    assert imports._TORCH_GREATER_EQUAL_99_0 is False
+
+
+def test_otherwise_the_import_says_what_to_use() -> None:
+    with pytest.raises(ImportError, match="Use Tuner"):
+        from trainer.callbacks import LearningRateFinder  # noqa: F401
+
+
+def test_the_installed_lightnings_modules_are_here() -> None:
+    left_out = ("_graveyard", "__setup__", "testing", "_pytree", "migration", "upgrade_checkpoint", "cli", "base")
+    folder = Path(str(pytorch_lightning.__file__)).parent
+    found = set()
+    for file in folder.rglob("*.py"):
+        parts = file.relative_to(folder).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name and not any(part in left_out for part in parts):
+            found.add(name)
+    ours = {*MODULES.split()}
+    missing = [name for name in found - ours if importlib.util.find_spec(f"trainer.{name}") is None]
+    assert missing == ["trainer.configuration_validator"] or sorted(missing) == [
+        "serve.servable_module_validator",
+        "trainer.configuration_validator",
+    ]
+
+
+# -- helpers, beside Lightning's ---------------------------------------------------------------------------------------
+
+
+def theirs(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result, or the class of the error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        *(("pytorch_lightning.utilities.parsing.is_picklable", (one,)) for one in (1, lambda: 1, torch.ones(1))),
+        *(
+            ("pytorch_lightning.utilities.memory.is_oom_error", (error,))
+            for error in (
+                RuntimeError("CUDA out of memory."),
+                RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. x"),
+                RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+                RuntimeError("other"),
+                ValueError("CUDA out of memory."),
+            )
+        ),
+        *(("lightning_fabric.utilities.data.suggested_max_num_workers", (one,)) for one in (1, 2, 100)),
+        *(("lightning_fabric.accelerators.cuda.find_usable_cuda_devices", (one,)) for one in (-1, 0, 1)),
+    ],
+)
+def test_helpers_do_what_lightnings_do(path: str, arguments: tuple[Any, ...]) -> None:
+    own = getattr(helpers, path.rpartition(".")[2])
+    assert outcome(own, *arguments) == outcome(theirs(path), *arguments)
+
+
+def test_the_arguments_of_a_constructor() -> None:
+    found: list[Any] = []
+
+    class Base:
+        def __init__(self, a: int, *rest: int, b: int = 2, **more: int) -> None:
+            frame: Any = inspect.currentframe()
+            found.append(helpers.get_init_args(frame))
+            found.append(theirs("pytorch_lightning.utilities.parsing.get_init_args")(frame))
+            assert __class__  # type: ignore[name-defined]
+
+    Base(1, 5, c=3)
+    assert found[0] == found[1] == {"a": 1, "b": 2, "c": 3}
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    assert helpers.load(path)["a"].tolist() == [1, 1]
+    with path.open("rb") as file:
+        assert helpers.load(file)["a"].tolist() == [1, 1]
+    assert helpers.load(path.as_uri(), "cpu")["a"].tolist() == [1, 1]
+    assert helpers.get_filesystem(path).exists(str(path))
+    torch.save(Toy, path)
+    with pytest.raises(Exception, match="weights_only"):
+        helpers.load(path)
+
+
+def test_collections() -> None:
+    data = {"a": [torch.ones(1), 2], "b": (torch.zeros(1), "x")}
+    moved = helpers.apply_to_collection(data, torch.Tensor, lambda one, by: one + by, 1)
+    assert [moved["a"][0].item(), moved["a"][1], moved["b"][0].item(), moved["b"][1]] == [2, 2, 1, "x"]
+
+
+def test_the_rank_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.distributed.rank_zero import RankZeroOnly
+
+    only = RankZeroOnly()
+    calls: list[int] = []
+    assert only.rank == 0
+    only.rank = 1
+    only(calls.append)(1)
+    assert (only.rank, calls) == (1, [])

@@ -1,0 +1,107 @@
+"""Run a program that was written for Lightning unchanged: import this module before anything of Lightning's.
+
+`lightning`, `pytorch_lightning`, `lightning_fabric` and all modules below them are this package's from then on, in this
+process and in those that it starts, whether or not Lightning is installed. `trainer run-as-lightning SCRIPT` does the
+same without a line in the program.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer import __version__
+from trainer.names.paths import AS_LIGHTNING, LIGHTNING_VERSION
+
+PLACE = Path(__file__).parent / "as_lightning"
+"""A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
+ROOTS = {"lightning.pytorch": "trainer", "lightning_fabric": "trainer.fabric", "pytorch_lightning": "trainer"}
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+_WITH_VERSION = (*PACKAGES, "lightning.pytorch", "lightning.fabric")
+
+
+def our_name(name: str) -> str:
+    """Return the name of the module here that a module of Lightning's leads to."""
+    for theirs, ours in {**ROOTS, "lightning": "trainer"}.items():
+        if f"{name}.".startswith(f"{theirs}."):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+class _Package(ModuleType):
+    """One of Lightning's packages: this package's names, and Lightning's version."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return [one for one in vars(self)["_ours"].__all__ if one != "__version__"]
+        return getattr(vars(self)["_ours"], name)
+
+    def __dir__(self) -> list[str]:
+        return dir(vars(self)["_ours"])
+
+
+class _Finder:
+    """Finds Lightning's modules, and loads this package's in their place."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of a module of Lightning's that is here; None for any other name."""
+        if fullname.partition(".")[0] not in PACKAGES:
+            return None
+        here: Any = _Finder
+        is_here = fullname in _WITH_VERSION or find_spec(our_name(fullname)) is not None
+        return ModuleSpec(fullname, here, is_package=True) if is_here else None
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType | None:
+        """Return the module of a package; None for a module below one, which `exec_module` replaces."""
+        if spec.name not in _WITH_VERSION:
+            return None
+        package = _Package(spec.name)
+        vars(package).update(_ours=import_module(our_name(spec.name)), __version__=LIGHTNING_VERSION)
+        return package
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Put this package's module in the place of Lightning's."""
+        if not isinstance(module, _Package):
+            sys.modules[module.__name__] = import_module(our_name(module.__name__))
+
+
+def _install() -> None:
+    loaded = [name for name in PACKAGES if name in sys.modules]
+    for name in loaded:
+        if not str(sys.modules[name].__file__).startswith(str(PLACE)):
+            raise ImportError(f"{name} is imported already. Import trainer.compat.lightning before it.")
+        del sys.modules[name]
+    finders: list[Any] = sys.meta_path
+    finders.insert(0, _Finder)
+    for name in loaded:
+        import_module(name)
+    sys.path[:0] = [] if str(PLACE) in sys.path else [str(PLACE)]  # for `multiprocessing` and `importlib.metadata`
+    if AS_LIGHTNING not in os.environ:
+        for_children = [str(PLACE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ.update({AS_LIGHTNING: "1", "PYTHONPATH": os.pathsep.join(for_children)})
+        print(
+            f"running as Lightning {LIGHTNING_VERSION}: {', '.join(PACKAGES)} are trainer {__version__}",
+            file=sys.stderr,
+        )
+    _tell_the_rank()
+
+
+def _tell_the_rank() -> None:
+    """Set the rank of `lightning_utilities`, if that is installed, as the import of Lightning does."""
+    from trainer.distributed.rank_zero import rank_zero_only
+
+    if find_spec("lightning_utilities") is not None:
+        theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
+        theirs.rank = getattr(theirs, "rank", None) or rank_zero_only.rank
+
+
+_install()
