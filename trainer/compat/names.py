@@ -167,7 +167,7 @@ NAMES: dict[str, str] = {
         )
     },
     "demos.mnist_datamodule.MNIST": "torchvision.datasets:MNIST",
-    "utilities.imports._TORCHVISION_AVAILABLE": "trainer.compat.types:TORCHVISION_AVAILABLE",
+    "get_torchvision_model": "torchvision.models:get_model",
     **dict.fromkeys(
         ("ModelHooks", "DataHooks", "CheckpointHooks"),
         "trainer.TrainModule or trainer.DataModule, which have these hooks",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, TypedDict, Union
 
 EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PATH = Union[str, "os.PathLike[str]"]
-TORCHVISION_AVAILABLE = find_spec("torchvision") is not None
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
