@@ -50,7 +50,7 @@ OF_A_TRAINER = re.compile(r"((self|cli|(self\.)?\w*(model|module|net))\.)?\w*tra
 """Names of trainers: variables, and attributes of modules, callbacks and the like, but not of configurations."""
 
 A_CHECKPOINT = re.compile(
-    r"(best|last)_model_path|\.ckpt\b|(ckpt|checkpoint)s?(_?(path|file|name|filename))?s?\b(?!\()",
+    r"(best|last)_model_path|\.ckpt\b|(ckpt|checkpoint)s?(_?(path|file|name|filename))?s?\b(?!\(|\.(txt|json|ya?ml|csv))",
     re.IGNORECASE,
 )
 """Texts in an expression for the path of a checkpoint."""
@@ -167,12 +167,14 @@ class _DecisionFinder(cst.CSTVisitor):
             words = argument_words(kind, name, value)
             if words is not None and (line, name) not in self.rewritten:
                 self._add(arg, f"{kind}({name}=)", f"use {words}")
+        if called.endswith(".link_arguments") and "compute_fn" in given:
+            self._add(node, "link_arguments(compute_fn=)", "use a property of the data module, linked without it")
         if (words := mode_words(kind, given)) is not None:
             self._add(node, f"{kind}(monitor=)", f"use {words}")
         if called.endswith(".save_checkpoint"):
             self.checkpoints |= {get_full_name_for_node(arg.value) for arg in node.args}
         elif USE_OF_A_FILE.fullmatch(called) and self._names_checkpoint(node):
-            self._add(node, f"{called}(...)", ONE_FILE)
+            self._add(node, f"{called.removeprefix('None.')}(...)", ONE_FILE)
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         read = get_full_name_for_node(node.value)
