@@ -236,7 +236,7 @@ MUTANTS = (
         "tests/strategies/test_fsdp_manual.py::test_a_backward_through_two_models_reduces_the_gradients_of_both",
     ),
     Mutant(
-        "trainer/checkpoint/media_state.py::media_of",
+        "trainer/data/media_state.py::media_of",
         'require(state, {"kind": tuple(_STATES)}, "a medium")',
         "pass",
         "tests/metrics/test_media.py::test_the_state_of_a_medium_is_checked",

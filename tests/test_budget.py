@@ -28,43 +28,44 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 44251 > 39000 | 12108 > 9800 | 0.293 > 0.28  | 327
-callbacks                | 4076          | 1025         | 0.269         | -
+the product              | 44251 > 39000 | 12108 > 9800 | 0.292 > 0.28  | 327
+callbacks                | 4095          | 1039         | 0.271         | -
 strategies               | 707           | 195          | 0.294         | 7
-strategies/deepspeed     | 1424          | 342          | 0.282         | 9
+strategies/deepspeed     | 1426          | 343          | 0.282         | 9
 strategies/fsdp          | 1473          | 439          | 0.307         | 9
 strategies/xla           | 496           | 112          | 0.235         | 5
-trainer                  | 4310          | 1089         | 0.272         | 14
-trainer/checkpoint       | 3453          | 1044         | 0.305         | 28
-trainer/cli              | 1998          | 431          | 0.252         | 21
-trainer/cli/checkpoint   | 853           | 241          | 0.334         | 7
+trainer                  | 4362          | 1105         | 0.273         | 14
+trainer/checkpoint       | 3687          | 1104         | 0.304         | 28
+trainer/cli              | 2033          | 435          | 0.251         | 22
+trainer/cli/checkpoint   | 890           | 246          | 0.324         | 7
 trainer/cli/config       | 690           | 146          | 0.281         | 7
 trainer/cli/doctor       | 422           | 81           | 0.2           | 6
 trainer/cli/estimate     | 490           | 159          | 0.349         | 5
 trainer/cli/migrate      | 872           | 246          | 0.347         | 7
 trainer/cli/runs         | 267           | 99           | 0.345         | 3
 trainer/cli/tune         | 113           | 16           | 0.239         | 2
-trainer/compat           | 995           | 65           | 0.188         | 8
+trainer/compat           | 1352          | 133          | 0.196         | 11
 trainer/config           | 1852          | 609          | 0.326         | 14
-trainer/data             | 2541          | 830          | 0.319         | 20
-trainer/distributed      | 1117          | 295          | 0.277         | 14
-trainer/engine           | 1143          | 317          | 0.306         | 5
+trainer/data             | 2577          | 835          | 0.317         | 21
+trainer/distributed      | 1121          | 296          | 0.278         | 14
+trainer/engine           | 1138          | 317          | 0.306         | 5
 trainer/fault_tolerance  | 1192          | 281          | 0.229         | 14
 trainer/float8           | 130           | 35           | 0.258         | 3
 trainer/launchers        | 759           | 192          | 0.256         | 9
-trainer/loop             | 2718          | 687          | 0.261         | 14 > 14
-trainer/metrics          | 1326          | 402          | 0.301         | 11
-trainer/model            | 1972          | 676          | 0.343         | 22
+trainer/loop             | 2776          | 704          | 0.261         | 14 > 14
+trainer/metrics          | 1356          | 422          | 0.307         | 11
+trainer/model            | 1978          | 676          | 0.343         | 22
 trainer/testing          | 350           | 64           | 0.21          | 5
 trainer/tuner            | 660           | 179          | 0.285         | 6
-trainer/guards           | 717           | 188          | 0.252         | 10
-trainer/names            | 200           | 42           | 0.19          | 6
-trainer/runs             | 1670          | 560          | 0.356         | 13
+trainer/guards           | 724           | 189          | 0.25          | 10
+trainer/names            | 205           | 42           | 0.183         | 6
+trainer/runs             | 1692          | 573          | 0.358         | 13
 trainer/state            | 1030          | 380          | 0.353         | 9
 strategies/parallel      | 2235          | 641          | 0.325         | 14
+trainer/compat/as_lightning| 1             | 0            | 0             | 1
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 0 of 900      | 0 of 225     |               | 0 of 6
+Packages                 | 900 of 900    | 225 of 225   |               | 6 of 6
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9
@@ -77,11 +78,11 @@ words, at least          | for a line of code
 docstrings and comments  | 0.22
 
 journey                  | calls
-Trainer(...)             | 289 > 300
-fit to on_fit_start      | 2068 > 2500
+Trainer(...)             | 291 > 300
+fit to on_fit_start      | 2066 > 2500
 shell to Trainer.fit     | 1565 > 4500
-save_checkpoint          | 855 > 900
-load_from_checkpoint     | 634 > 700
+save_checkpoint          | 858 > 900
+load_from_checkpoint     | 643 > 700
 """
 """Each number: its limit, and after ">" where it has to arrive; of a reserve, what is spent of it.
 
@@ -158,9 +159,9 @@ def sources() -> dict[str, str]:
     paths = [
         Path(folder, name)
         for part in ("trainer", "strategies", "callbacks")
-        for folder, _, names in os.walk(ROOT / part)  # does not follow links
+        for folder, _, names in os.walk(ROOT / part)  # does not follow links to folders
         for name in names
-        if name.endswith(".py")
+        if name.endswith(".py") and not Path(folder, name).is_symlink()
     ]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(paths)}
 

@@ -90,7 +90,7 @@ def test_the_reference_has_a_page_for_every_command() -> None:
 
     collected = runpy.run_path(str(ROOT / "docs" / "collect_pages.py"))
     pages = collected["pages_of_commands"]()
-    assert [*pages] == [*COMMANDS] == re.findall(r"\(commands/([a-z]+)\.md\)", collected["commands"]())
+    assert [*pages] == [*COMMANDS] == re.findall(r"\(commands/([a-z-]+)\.md\)", collected["commands"]())
     parts = {}
     for name, page in pages.items():
         sections = dict(re.findall(r"^##? trainer (.*?)\n\n````text\n(.*?)````", page, flags=re.MULTILINE | re.DOTALL))

@@ -508,7 +508,7 @@ class Tracker(Logger):
     def state_dict(self) -> dict[str, Any]:
         if self._client is None:
             return {}
-        from trainer.checkpoint.media_state import state_of
+        from trainer.data.media_state import state_of
 
         assert self._calls is not None
         unsent = [
@@ -548,7 +548,7 @@ class Tracker(Logger):
             if "values" in one:
                 self._call(self.send_metrics, one["values"], one["step"], keep=one)
             else:
-                from trainer.checkpoint.media_state import media_of
+                from trainer.data.media_state import media_of
 
                 self._send_media(one["key"], media_of(one["media"]), one["step"])
         self._resumed_unsent = ()

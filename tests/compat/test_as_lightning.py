@@ -18,9 +18,9 @@ import torch
 
 from tests.helpers.toy import Toy
 from trainer import ConfigError
-from trainer.compat import at_use, helpers
+from trainer.compat import finder, helpers
 from trainer.compat.names import MODULES, NAMES
-from trainer.names.paths import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
 
 LINE = f"running as Lightning {LIGHTNING_VERSION}:"
 TRAIN = """
@@ -95,7 +95,7 @@ def test_modules_and_versions(tmp_path: Path) -> None:
 
 def test_the_version_is_that_of_the_installed_lightning() -> None:
     assert pytorch_lightning.__version__ == LIGHTNING_VERSION
-    folder = Path(at_use.__file__).parent / "as_lightning"
+    folder = Path(finder.__file__).parent / "as_lightning"
     metadata = [file.read_text() for file in folder.glob("*.dist-info/METADATA")]
     assert len(metadata) == 2
     assert all(f"\nVersion: {LIGHTNING_VERSION}\n" in text for text in metadata)
@@ -224,8 +224,8 @@ def test_registries_take_what_is_registered() -> None:
 @pytest.mark.usefixtures("runs_as_lightning")
 def test_errors_warnings_and_flags() -> None:
     utilities = importlib.import_module("trainer.utilities.exceptions")
-    assert issubclass(at_use.answered_at_use("OwnException", "x"), Exception)
-    assert issubclass(at_use.answered_at_use("OwnWarning", "x"), Warning)
+    assert issubclass(finder.answered_at_use("OwnException", "x"), Exception)
+    assert issubclass(finder.answered_at_use("OwnWarning", "x"), Warning)
     assert utilities.SIGTERMException is SystemExit
     imports = importlib.import_module("trainer.utilities.imports")
     assert imports._TORCHMETRICS_AVAILABLE is True

@@ -255,25 +255,6 @@ class Stream(torch.utils.data.IterableDataset[int]):
         return iter(range(3))
 
 
-def test_the_text_of_a_data_module_has_its_sizes() -> None:
-    def texts(library: Any, base: Any) -> list[str]:
-        class Data(base):  # type: ignore[misc]
-            def train_dataloader(self) -> Any:
-                return batches(5)
-
-            def val_dataloader(self) -> Any:
-                return [batches(3), torch.utils.data.DataLoader(Stream())]
-
-            def predict_dataloader(self) -> Any:
-                return self.after_setup
-
-        return [str(base()), str(Data()), str(base.from_datasets(batches(7).dataset))]
-
-    theirs, ours = of_both(texts)
-    assert ours == theirs
-    assert "{Validation dataloader: 1. size=3 ; 2. size=NA}" in ours[1]
-
-
 def test_arguments_of_from_datasets_go_to_the_constructor() -> None:
     def made(library: Any, base: Any) -> list[Any]:
         class Named(base):  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 
 from tests.messages import raises_recorded
 from trainer import CheckpointError, ConfigError, Logger
-from trainer.checkpoint.media_state import media_of, state_of
+from trainer.data.media_state import media_of, state_of
 from trainer.metrics.media import Histogram, Images, Media, Table, as_images, png
 
 

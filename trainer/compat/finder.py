@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from abc import ABCMeta
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
-from trainer.errors import did_you_mean, no_such_name, public_names
-from trainer.names.paths import runs_as_lightning
+from trainer.errors import ConfigError, did_you_mean, no_such_name, public_names
+from trainer.names.misses import runs_as_lightning
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
@@ -46,7 +51,8 @@ def namesake(fullname: str) -> ModuleSpec:
 
 def module_of_lightning(fullname: str) -> ModuleSpec | None:
     """Return the spec of one of Lightning's modules, by its name in the table; None for any other name."""
-    return namesake(fullname) if fullname.partition(".")[2] in MODULES.split() else None
+    inside = fullname.partition(".")[2]
+    return namesake(fullname) if {inside, inside.removeprefix("fabric.")} & {*MODULES.split()} else None
 
 
 class LightningPath(ModuleType):
@@ -81,8 +87,6 @@ def lightning_name(package: ModuleType, name: str) -> Any:
             return found
         target = _words_for(package, name, packages)
     if target not in ("", ELSEWHERE) and runs_as_lightning():
-        from trainer.compat.at_use import answered_at_use
-
         return answered_at_use(name, target)
     raise no_such_name(package, name, target, depth=3)
 
@@ -110,3 +114,61 @@ def _words_of_package(inside: str) -> str:
     alike = inside.removeprefix("fabric.")  # its packages have the names of Lightning's
     rows = ((one, *row) for one in (alike, inside) for row in PACKAGES_IN_WORDS.items())
     return next((text for one, package, text in rows if f"{one}.".startswith(f"{package}.")), "")
+
+
+# -- names that are imported, subclassed and compared, and fail when they are used ------------------------------------
+
+_AVAILABLE = re.compile("_(.+)_AVAILABLE")
+_GREATER_EQUAL = re.compile(r"_([A-Z_]+)_GREATER_EQUAL_(\d+(?:_\d+)*)")
+
+
+def answered_at_use(name: str, words: str) -> Any:
+    """Return what a name of Lightning's that is not here can be imported as.
+
+    Args:
+        words: what to use instead.
+    """
+    if found := _AVAILABLE.fullmatch(name):
+        return find_spec(found[1].lower()) is not None
+    if found := _GREATER_EQUAL.fullmatch(name):
+        return _is_at_least(found[1].lower(), [*map(int, found[2].split("_"))])
+    if name.endswith(("Registry", "_REGISTRY")):
+        return _Registry()
+    base = next((kind for end, kind in _BASES.items() if name.endswith(end)), object)
+    message = f"{name} is not here. Use {words}."
+    return _AtUse(name, (base,), {"__module__": __name__, "__doc__": message, "_message": message})
+
+
+_BASES = {"Warning": Warning, "Exception": Exception, "Error": Exception}
+
+
+class _AtUse(ABCMeta):
+    """The class of a name that is not here: a base of others, which nothing is an instance of."""
+
+    _message: str
+
+    def __call__(cls, *args: Any, **options: Any) -> NoReturn:
+        raise ConfigError(cls._message)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(name if name.startswith("_") else f"{cls.__name__}.{name}: {cls._message}")
+
+    def __getitem__(cls, parameters: Any) -> type:
+        return cls
+
+
+class _Registry(dict[str, Any]):
+    """Takes what packages register for Lightning to find; nothing here looks for it."""
+
+    def register(self, name: str, target: Any = None, *args: Any, **options: Any) -> Callable[[Any], Any] | Any:
+        """Register a class; without one, return the decorator that does."""
+        if target is None:
+            return lambda decorated: self.setdefault(name, decorated)
+        return self.setdefault(name, target)
+
+
+def _is_at_least(package: str, least: list[int]) -> bool:
+    try:
+        return [*map(int, re.findall(r"\d+", version(package)))] >= least
+    except PackageNotFoundError:
+        return False

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -85,11 +84,3 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if num_devices > len(found) or (num_devices == -1 and not found):
         raise ValueError(f"{num_devices} devices are asked for, and there are {len(found)}.")
     return found if num_devices == -1 else found[:num_devices]
-
-
-def module_available(path: str) -> bool:
-    """Whether a module can be imported."""
-    try:
-        return find_spec(path) is not None
-    except ModuleNotFoundError:
-        return False

@@ -194,8 +194,6 @@ class AcceleratorConnector(View):
         super().__init__("_accelerator_connector", _config=config)
 
     _accelerator_flag = Alias("_config.device_type")
-    _num_nodes_flag = Alias("_config.num_nodes")
-    use_distributed_sampler = Alias("_config.settings.use_distributed_sampler")
 
     @property
     def _devices_flag(self) -> int | list[int]:

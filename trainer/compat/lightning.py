@@ -8,6 +8,7 @@ same without a line in the program.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -17,29 +18,24 @@ from types import ModuleType
 from typing import Any
 
 from trainer import __version__
-from trainer.names.paths import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
 
 PLACE = Path(__file__).parent / "as_lightning"
 """A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
-ROOTS = {"lightning.pytorch": "trainer", "lightning_fabric": "trainer.fabric", "pytorch_lightning": "trainer"}
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _WITH_VERSION = (*PACKAGES, "lightning.pytorch", "lightning.fabric")
 
 
 def our_name(name: str) -> str:
     """Return the name of the module here that a module of Lightning's leads to."""
-    for theirs, ours in {**ROOTS, "lightning": "trainer"}.items():
-        if f"{name}.".startswith(f"{theirs}."):
-            return ours + name.removeprefix(theirs)
-    return name
+    name = re.sub(r"^lightning_fabric\b", "trainer.fabric", name)
+    return re.sub(r"^(lightning\.pytorch|lightning|pytorch_lightning)\b", "trainer", name)
 
 
 class _Package(ModuleType):
     """One of Lightning's packages: this package's names, and Lightning's version."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__all__":
-            return [one for one in vars(self)["_ours"].__all__ if one != "__version__"]
         return getattr(vars(self)["_ours"], name)
 
     def __dir__(self) -> list[str]:
@@ -63,8 +59,9 @@ class _Finder:
         """Return the module of a package; None for a module below one, which `exec_module` replaces."""
         if spec.name not in _WITH_VERSION:
             return None
-        package = _Package(spec.name)
-        vars(package).update(_ours=import_module(our_name(spec.name)), __version__=LIGHTNING_VERSION)
+        package, ours = _Package(spec.name), import_module(our_name(spec.name))
+        exported = sorted({*vars(ours).get("__all__", ())} - {"__version__"})
+        vars(package).update(_ours=ours, __version__=LIGHTNING_VERSION, __all__=exported)
         return package
 
     @staticmethod
@@ -84,7 +81,7 @@ def _install() -> None:
     finders.insert(0, _Finder)
     for name in loaded:
         import_module(name)
-    sys.path[:0] = [] if str(PLACE) in sys.path else [str(PLACE)]  # for `multiprocessing` and `importlib.metadata`
+    sys.path.insert(0, str(PLACE))  # for `multiprocessing` and `importlib.metadata`
     if AS_LIGHTNING not in os.environ:
         for_children = [str(PLACE), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ.update({AS_LIGHTNING: "1", "PYTHONPATH": os.pathsep.join(for_children)})

@@ -158,7 +158,7 @@ NAMES: dict[str, str] = {
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
-    "module_available": "trainer.compat.helpers:module_available",
+    "module_available": "importlib.util.find_spec",
     **{
         name: f"trainer.compat.demos:{name}"
         for name in (
@@ -452,44 +452,32 @@ MODULES = (
     "callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary "
     "callbacks.spike callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core "
     "core.datamodule core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
-    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.__about__ "
-    "fabric.__version__ fabric.accelerators fabric.accelerators.accelerator fabric.accelerators.cpu "
-    "fabric.accelerators.cuda fabric.accelerators.mps fabric.accelerators.registry fabric.accelerators.xla "
-    "fabric.connector fabric.fabric fabric.loggers fabric.loggers.csv_logs fabric.loggers.logger "
-    "fabric.loggers.tensorboard fabric.plugins fabric.plugins.collectives fabric.plugins.collectives.collective "
-    "fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective fabric.plugins.environments "
+    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.accelerators.registry "
+    "fabric.connector fabric.plugins.collectives fabric.plugins.collectives.collective "
+    "fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective "
     "fabric.plugins.environments.cluster_environment fabric.plugins.environments.kubeflow "
     "fabric.plugins.environments.lightning fabric.plugins.environments.lsf fabric.plugins.environments.mpi "
     "fabric.plugins.environments.slurm fabric.plugins.environments.torchelastic fabric.plugins.environments.xla "
-    "fabric.plugins.io fabric.plugins.io.checkpoint_io fabric.plugins.io.torch_io fabric.plugins.io.xla "
-    "fabric.plugins.precision fabric.plugins.precision.amp fabric.plugins.precision.bitsandbytes "
-    "fabric.plugins.precision.deepspeed fabric.plugins.precision.double fabric.plugins.precision.fsdp "
-    "fabric.plugins.precision.half fabric.plugins.precision.precision fabric.plugins.precision.transformer_engine "
-    "fabric.plugins.precision.utils fabric.plugins.precision.xla fabric.strategies fabric.strategies.ddp "
-    "fabric.strategies.deepspeed fabric.strategies.dp fabric.strategies.fsdp fabric.strategies.launchers "
-    "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-    "fabric.strategies.launchers.subprocess_script fabric.strategies.launchers.xla fabric.strategies.model_parallel "
-    "fabric.strategies.parallel fabric.strategies.registry fabric.strategies.single_device "
-    "fabric.strategies.single_xla fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp "
-    "fabric.utilities fabric.utilities.apply_func fabric.utilities.cloud_io fabric.utilities.consolidate_checkpoint "
-    "fabric.utilities.data fabric.utilities.device_dtype_mixin fabric.utilities.device_parser "
-    "fabric.utilities.distributed fabric.utilities.enums fabric.utilities.exceptions fabric.utilities.imports "
-    "fabric.utilities.init fabric.utilities.load fabric.utilities.logger fabric.utilities.optimizer "
-    "fabric.utilities.rank_zero fabric.utilities.registry fabric.utilities.seed fabric.utilities.spike "
-    "fabric.utilities.throughput fabric.utilities.types fabric.utilities.warnings fabric.wrappers loggers "
-    "loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow loggers.neptune "
-    "loggers.tensorboard loggers.utilities loggers.wandb loops loops.evaluation_loop loops.fetchers loops.fit_loop "
-    "loops.loop loops.optimization loops.optimization.automatic loops.optimization.closure loops.optimization.manual "
-    "loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities overrides overrides.distributed "
-    "plugins plugins.environments plugins.io plugins.io.async_plugin plugins.io.checkpoint_plugin "
-    "plugins.io.torch_plugin plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync plugins.precision "
-    "plugins.precision.amp plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double "
-    "plugins.precision.fsdp plugins.precision.half plugins.precision.precision plugins.precision.transformer_engine "
-    "plugins.precision.xla profilers profilers.advanced profilers.profiler profilers.pytorch profilers.simple "
-    "profilers.xla pytorch serve serve.servable_module strategies.launchers strategies.launchers.launcher "
-    "strategies.launchers.multiprocessing strategies.launchers.subprocess_script strategies.launchers.xla "
-    "strategies.model_parallel strategies.parallel strategies.single_device strategies.single_xla strategies.strategy "
-    "trainer.call trainer.connectors trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
+    "fabric.plugins.io.checkpoint_io fabric.plugins.io.torch_io fabric.plugins.io.xla fabric.plugins.precision.utils "
+    "fabric.strategies fabric.strategies.ddp fabric.strategies.deepspeed fabric.strategies.dp fabric.strategies.fsdp "
+    "fabric.strategies.registry fabric.strategies.xla fabric.strategies.xla_fsdp fabric.utilities.apply_func "
+    "fabric.utilities.cloud_io fabric.utilities.device_dtype_mixin fabric.utilities.device_parser "
+    "fabric.utilities.distributed fabric.utilities.init fabric.utilities.load fabric.utilities.logger "
+    "fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike fabric.utilities.throughput "
+    "fabric.wrappers loggers loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow "
+    "loggers.neptune loggers.tensorboard loggers.utilities loggers.wandb loops loops.evaluation_loop loops.fetchers "
+    "loops.fit_loop loops.loop loops.optimization loops.optimization.automatic loops.optimization.closure "
+    "loops.optimization.manual loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities "
+    "overrides overrides.distributed plugins plugins.environments plugins.io plugins.io.async_plugin "
+    "plugins.io.checkpoint_plugin plugins.io.torch_plugin plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync "
+    "plugins.precision plugins.precision.amp plugins.precision.bitsandbytes plugins.precision.deepspeed "
+    "plugins.precision.double plugins.precision.fsdp plugins.precision.half plugins.precision.precision "
+    "plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced profilers.profiler "
+    "profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module strategies.launchers "
+    "strategies.launchers.launcher strategies.launchers.multiprocessing strategies.launchers.subprocess_script "
+    "strategies.launchers.xla strategies.model_parallel strategies.parallel strategies.single_device "
+    "strategies.single_xla strategies.strategy trainer.call trainer.connectors "
+    "trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
     "trainer.connectors.checkpoint_connector trainer.connectors.data_connector trainer.connectors.logger_connector "
     "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
     "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
@@ -500,12 +488,16 @@ MODULES = (
     "utilities.model_summary.model_summary_deepspeed utilities.parameter_tying utilities.parsing utilities.rank_zero "
     "utilities.seed utilities.signature_utils utilities.types utilities.warnings"
 )
-"""Lightning's modules, without the name of its package; modules of the same name here are found first."""
+"""Lightning's modules, without the name of its package; modules of the same name here are found first.
+
+Below `fabric` are those of the same names, too.
+"""
 
 EXPORTS = {
     "loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
-    "utilities": "AttributeDict CombinedLoader LightningEnum GradClipAlgorithmType grad_norm move_data_to_device "
+    "utilities": "AttributeDict CombinedLoader LightningEnum GradClipAlgorithmType grad_norm is_picklable "
+    "move_data_to_device suggested_max_num_workers "
     "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
     "utilities.types": "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig "
     "LRSchedulerConfigType",

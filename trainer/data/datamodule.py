@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -188,17 +188,6 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
             datamodule.load_state_dict(state)
         return datamodule
 
-    def __str__(self) -> str:
-        """Return the sizes of the datasets, a line for each method of loaders, which this calls."""
-        lines = []
-        for title, name in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
-            try:
-                text = _sizes(getattr(self, f"{name}_dataloader")())
-            except Exception:  # it is not defined, or needs a setup
-                text = "None"
-            lines.append(f"{{{title} dataloader: {text}}}")
-        return "\n".join(lines)
-
     # -- where it runs -------------------------------------------------------------------------------------------------
 
     @property
@@ -216,13 +205,3 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
-
-
-def _sizes(loaders: Any) -> str:
-    """Return the sizes of the datasets behind a loader, or behind several, as Lightning shows them."""
-    if isinstance(loaders, Mapping):
-        loaders = [*loaders.values()]
-    if isinstance(loaders, (list, tuple)):
-        return " ; ".join(f"{number}. {_sizes(one)}" for number, one in enumerate(loaders, 1)) or "None"
-    dataset = getattr(loaders, "dataset", None)
-    return "None" if loaders is None else f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -11,15 +10,6 @@ from typing import Any
 
 NAMESAKE = "trainer.pytorch."
 """Another name of the package, for `lightning.pytorch`."""
-LIGHTNING_VERSION = "2.6.6"
-"""The version of Lightning whose names are served."""
-AS_LIGHTNING = "TRAINER_AS_LIGHTNING"
-"""The environment variable of processes that run as Lightning: see `trainer.compat.lightning`."""
-
-
-def runs_as_lightning() -> bool:
-    """Whether the programs of this process were written for Lightning, and expect its names and files."""
-    return AS_LIGHTNING in os.environ
 
 
 class NamesakeFinder:
