@@ -145,7 +145,11 @@ def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_pat
         cell("# Training with lightning\n", kind="markdown"),
         cell("%load_ext tensorboard\n", "!pip install lightning\n", "import lightning.pytorch as pl"),
         cell("class Net(pl.LightningModule):\n", "    pass\n", "if True:\n", "    %time x = 1"),
-        cell("net = Net()\n", "pl.Trainer(gpus=1).fit(net)\n", "parser.link_arguments('data.n', 'model.n', compute_fn=len)\n"),
+        cell(
+            "net = Net()\n",
+            "pl.Trainer(gpus=1).fit(net)\n",
+            "parser.link_arguments('data.n', 'model.n', compute_fn=len)\n",
+        ),
     ]
     notebook = {"cells": cells, "metadata": {"kernelspec": {"name": "python3"}}, "nbformat": 4, "nbformat_minor": 5}
     new, out = migrated(command, tmp_path / "p" / "1.ipynb", json.dumps(notebook, indent=1) + "\n")

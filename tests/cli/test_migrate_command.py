@@ -222,15 +222,14 @@ def settings(cfg, args):
     if args.trainer.resume_from_checkpoint or self.cfg.trainer.lr_schedulers: ...
     experiment.trainer.devices, params.trainer.gpus, self.settings.trainer.tpu_cores, cfg["trainer"].devices
 
-def run(trainer, model, pl_module, t: pl.Trainer, other: "pl.Trainer"):
+def run(trainer, model, pl_module):
     trainer.devices  # here
     model.trainer.devices  # here
     pl_module.trainer.devices  # here
-    t.devices  # here
     mine = pl.Trainer()
     mine.devices  # here
     cli.trainer.devices  # here
-    cfg.devices, trainer.num_devices, other.max_epochs
+    cfg.devices, trainer.num_devices
 
 class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx):

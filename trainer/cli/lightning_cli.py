@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -27,7 +26,7 @@ from trainer.settings import Settings
 from trainer.trainer import Trainer
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-KEYS = {"model": "module", "seed_everything": "trainer.seed", "seed": "trainer.seed"}
+KEYS = {"model": "module", "seed_everything": "trainer.seed"}
 """Keys of LightningCLI -> the names here."""
 SEEDS = {"True": 0, "False": None}
 """Values of `seed_everything` that are not numbers -> the seed."""
@@ -51,25 +50,18 @@ class LightningArgumentParser(argparse.ArgumentParser):
         self.own[action.dest] = default
         return action
 
-    def add_lightning_class_args(self, lightning_class: type, nested_key: str, **options: Any) -> None:
+    def add_lightning_class_args(self, lightning_class: type[Callback], nested_key: str, **options: Any) -> None:
         """Add a callback to the trainer. Its arguments are those below `nested_key`."""
-        if not issubclass(lightning_class, Callback):
-            raise ConfigError(f"add_lightning_class_args({lightning_class.__name__}): give the class of a callback.")
         self.callbacks[nested_key] = lightning_class
         self.defaults[nested_key] = {}
 
-    def add_optimizer_args(self, optimizer_class: Any = (), nested_key: str = "optimizer", **more: Any) -> None:
-        """Let the configuration choose an optimizer, or a scheduler. A single class is the default."""
-        if nested_key not in ("optimizer", "lr_scheduler"):
-            words = "the keys are 'optimizer' and 'lr_scheduler'; others are arguments of the module"
-            raise ConfigError(f"add_optimizer_args(nested_key={nested_key!r}): {words}.")
-        self.defaults |= {nested_key: path_of(optimizer_class)} if isinstance(optimizer_class, type) else {}
+    def add_optimizer_args(self, cls: Any = (), nested_key: str = "optimizer", **options: Any) -> None:
+        """Let the configuration choose the optimizer, as it may anyway. A single class is the default."""
+        self.defaults |= {nested_key: path_of(cls)} if isinstance(cls, type) else {}
 
-    def add_lr_scheduler_args(
-        self, scheduler_class: Any = (), nested_key: str = "lr_scheduler", link_to: str = ""
-    ) -> None:
-        """Let the configuration choose the scheduler. A single class is the default."""
-        self.add_optimizer_args(scheduler_class, nested_key)
+    def add_lr_scheduler_args(self, cls: Any = (), nested_key: str = "lr_scheduler", **options: Any) -> None:
+        """Let the configuration choose the scheduler, as it may anyway. A single class is the default."""
+        self.add_optimizer_args(cls, nested_key)
 
     def set_defaults(self, *defaults: Mapping[str, Any], **more: Any) -> None:
         """Set defaults by their names on the command line."""
@@ -86,14 +78,13 @@ class LightningArgumentParser(argparse.ArgumentParser):
 class LightningCLI:
     """The command line of a script: `script.py fit --config run.yaml --model.lr 0.1`.
 
-    Files have the keys of LightningCLI or of `trainer fit`, and values are read as by `trainer fit`. A subclass may
-    define `add_arguments_to_parser(parser)`, `before_instantiate_classes`, `after_instantiate_classes`, `before_fit`,
-    `after_fit`, and the like for other commands. `model`, `datamodule`, `trainer` and `config` are what was made and
-    read.
+    Files have the keys of LightningCLI or of `trainer fit`. A subclass may define `add_arguments_to_parser(parser)`,
+    `before_instantiate_classes`, `after_instantiate_classes`, `before_fit`, `after_fit`, and the like for other
+    commands. `model`, `datamodule`, `trainer` and `config` are what was made and read.
 
     Args:
         model_class, datamodule_class: the classes. None: the configuration names them.
-        save_config_callback, save_config_kwargs: not used: the run directory has `config.yaml`.
+        save_config_callback, save_config_kwargs: not used. The run directory has `config.yaml`.
         trainer_class: the class of the Trainer, or a function that makes it.
         trainer_defaults: defaults of its arguments. Callbacks are added to those of the configuration.
         seed_everything_default: the seed. True: 0. False: none.
@@ -122,17 +113,19 @@ class LightningCLI:
         load_from_checkpoint_support: bool = True,
     ) -> None:
         self._trainer_class, self._trainer_defaults = trainer_class, dict(trainer_defaults or {})
-        chosen = {"model": (model_class, subclass_mode_model), "data": (datamodule_class, subclass_mode_data)}
-        fixed = {key: path_of(cls) for key, (cls, by_name) in chosen.items() if cls is not None and not by_name}
         self.parser = LightningArgumentParser()
-        self.parser.set_defaults({"seed_everything": seed_everything_default, **fixed})
+        classes = {"model": model_class, "data": datamodule_class}
+        chosen = {"model": subclass_mode_model, "data": subclass_mode_data}
+        fixed = {key: path_of(cls) for key, cls in classes.items() if cls is not None and not chosen[key]}
+        self.parser.set_defaults(seed_everything=seed_everything_default, **fixed)
         self.add_arguments_to_parser(self.parser)
         words = [*(sys.argv[1:] if args is None else args)]
-        self.subcommand = words.pop(0) if run and words[:1] and words[0] in SUBCOMMANDS else None
-        if run and self.subcommand is None and not {"-h", "--help"} & {*words}:
-            sys.exit(usage_error(f"a command is missing: write {', '.join(SUBCOMMANDS)} before the options."))
+        self.subcommand = words.pop(0) if run and words else None
+        if run and self.subcommand not in SUBCOMMANDS:
+            sys.exit(
+                usage_error(f"the first word has to be a command: {', '.join(SUBCOMMANDS)}; given {self.subcommand!r}.")
+            )
         self._typed, rest = self.parser.parse_known_args(words)
-        rest = [re.sub(r"^--(model|seed_everything)(?=[.=]|$)", lambda key: f"--{KEYS[key[1]]}", word) for word in rest]
         code = run_command(self.subcommand or "fit", rest, self.parser.format_help(), self._run, self._read)
         if code or not hasattr(self, "trainer"):  # after --help and --print_config
             sys.exit(code)
@@ -159,13 +152,10 @@ class LightningCLI:
         seed, own = entries(entries(tree)["trainer"])["seed"], entries(entries(tree).get("vars"))
         seed.value = SEEDS.get(str(seed.value), seed.value)
         recipe = load(tree, findings, command)
-        callbacks = [
-            Checker(findings).spec_of(cls, own[key], (key,), COMMAND_LINE, COMMAND_LINE)
-            for key, cls in self.parser.callbacks.items()
-        ]
+        checker, classes = Checker(findings), self.parser.callbacks
+        callbacks = [checker.spec_of(classes[key], own[key], (key,), COMMAND_LINE, COMMAND_LINE) for key in classes]
         findings.report()
-        self._complete(recipe, callbacks)
-        self._keep(recipe, {name: node.plain() for name, node in own.items()})
+        self._complete(recipe, callbacks, {name: node.plain() for name, node in own.items()})
         self.before_instantiate_classes()
         return recipe
 
@@ -175,8 +165,8 @@ class LightningCLI:
         own = {*self.parser.own, *self.parser.callbacks}
         return (f"vars.{root}" if root in own else KEYS.get(root, root)) + dot + rest
 
-    def _complete(self, recipe: Recipe, callbacks: list[Any]) -> None:
-        """Add the script's own trainer, its arguments and callbacks."""
+    def _complete(self, recipe: Recipe, callbacks: list[Any], own: dict[str, Any]) -> None:
+        """Add what the script gives in Python, and keep the configuration in `config` with the keys of LightningCLI."""
         always = self._trainer_defaults.get("callbacks") or []
         callbacks += always if isinstance(always, list) else [always]
         callbacks = [*(recipe.trainer.get("callbacks") or []), *callbacks]
@@ -186,8 +176,6 @@ class LightningCLI:
         file = os.path.abspath(vars(sys.modules["__main__"]).get("__file__", ""))
         recipe.recorded = recipe.recorded.replace(f"{os.path.dirname(file)}:__main__.", f"{file}:")
 
-    def _keep(self, recipe: Recipe, own: dict[str, Any]) -> None:
-        """Keep the configuration in `config`, with the keys of LightningCLI, and with defaults."""
         trainer = Hyperparameters({field.name: field.default for field in fields(Settings)} | recipe.trainer)
         config = Hyperparameters(seed_everything=trainer.pop("seed"), trainer=trainer, ckpt_path=recipe.ckpt_path)
         config |= self.parser.own | own | vars(self._typed)
@@ -198,12 +186,11 @@ class LightningCLI:
         """Run the command on the objects, between a subclass's methods before and after it."""
         self.trainer, self.model, self.datamodule = job.trainer, job.module, job.data
         self.after_instantiate_classes()
-        if self.subcommand is None:
-            return
-        act = getattr(self, self.subcommand, getattr(job.trainer, self.subcommand))
-        getattr(self, f"before_{self.subcommand}", _nothing)()
-        act(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
-        getattr(self, f"after_{self.subcommand}", _nothing)()
+        if self.subcommand is not None:
+            getattr(self, f"before_{self.subcommand}", _nothing)()
+            act = getattr(self, self.subcommand, getattr(job.trainer, self.subcommand))
+            act(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+            getattr(self, f"after_{self.subcommand}", _nothing)()
 
 
 def path_of(cls: type) -> str:

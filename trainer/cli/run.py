@@ -41,13 +41,11 @@ class Job:
     weights: str | None
 
 
-def run_command(
-    command: str,
-    arguments: list[str],
-    examples: str,
-    act: Callable[[Job], None],
-    read: Callable[..., Recipe] = recipe_of,
-) -> int:
+Act = Callable[[Job], None]
+Reader = Callable[..., "Recipe"]
+
+
+def run_command(command: str, arguments: list[str], examples: str, act: Act, read: Reader = recipe_of) -> int:
     """Run a command. Returns the exit code.
 
     Args:
@@ -107,7 +105,7 @@ def run_command(
     return _run(act, Job(trainer, module, data, *start), options.traceback)
 
 
-def _load(command: str, options: argparse.Namespace, findings: Diagnostics, read: Callable[..., Recipe]) -> Recipe:
+def _load(command: str, options: argparse.Namespace, findings: Diagnostics, read: Reader) -> Recipe:
     if read is recipe_of and not (options.config or options.overrides or findings.problems):
         raise ConfigError(f"nothing to {command}: give --config run.yaml, or --module file.py:Class.")
     configuration = read(options.config, options.overrides, findings, command)
@@ -125,7 +123,7 @@ def _print_note(note: str) -> None:
     print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
+def _run(act: Act, job: Job, traced: bool) -> int:
     """Run a job. Errors that name their fix are printed without a traceback; all others propagate."""
     try:
         act(job)

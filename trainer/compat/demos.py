@@ -1,13 +1,12 @@
-"""Lightning's demonstration modules and datasets, which tests and examples use: the same layers, losses and samples."""
+"""Lightning's demonstration modules and their data, which tests and examples use: the same layers, losses and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainer.data.datamodule import DataModule
 from trainer.module import TrainModule
@@ -27,28 +26,16 @@ class RandomDataset(Dataset[Tensor]):
         return self.len
 
 
-class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of `count` rows of `size` random numbers."""
-
-    def __init__(self, size: int, count: int) -> None:
-        self.count = count
-        self.size = size
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.randn(self.size) for _ in range(self.count))
-
-
 class BoringModel(TrainModule):
-    """One linear layer, with data, which learns to return ones."""
+    """A linear layer that learns to return ones, with loaders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(32, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Return the layer's output."""
-        output: Tensor = self.layer(x)
-        return output
+        return self.layer(x)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the mean squared distance to the labels, by default ones."""
@@ -75,32 +62,15 @@ class BoringModel(TrainModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self) -> Any:
         """Return 64 rows, as for the other stages."""
         return DataLoader(RandomDataset(32, 64))
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
-class ManualOptimBoringModel(BoringModel):
-    """The same with manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Update the layer, and return the loss."""
-        optimizer: Any = self.optimizers()
-        loss = self.step(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-
 class DemoModel(TrainModule):
-    """One linear layer of a chosen size and learning rate."""
+    """A linear layer of a chosen size and learning rate."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()
@@ -111,10 +81,9 @@ class DemoModel(TrainModule):
         """Return the rectified output of the layer."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
-    def training_step(self, batch: Any, batch_nb: int) -> Tensor:
+    def training_step(self, batch: Any, batch_nb: int) -> Any:
         """Return the sum of the output."""
-        output: Tensor = self(batch)
-        return output.sum()
+        return self(batch).sum()
 
     def configure_optimizers(self) -> Any:
         """Return Adam."""
@@ -128,28 +97,23 @@ class BoringDataModule(DataModule):
         super().__init__()
         self.random_full = RandomDataset(32, 64 * 4)
 
-    def setup(self, stage: str) -> None:
-        """Split the rows."""
-        parts = [Subset(self.random_full, range(64 * part, 64 * (part + 1))) for part in range(4)]
-        self.random_train, self.random_val, self.random_test, self.random_predict = parts
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self) -> Any:
         """Return the first rows."""
-        return DataLoader(self.random_train)
+        return DataLoader(Subset(self.random_full, range(64)))
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self) -> Any:
         """Return the second rows."""
-        return DataLoader(self.random_val)
+        return DataLoader(Subset(self.random_full, range(64, 128)))
 
-    def test_dataloader(self) -> DataLoader[Tensor]:
+    def test_dataloader(self) -> Any:
         """Return the third rows."""
-        return DataLoader(self.random_test)
+        return DataLoader(Subset(self.random_full, range(128, 192)))
 
-    def predict_dataloader(self) -> DataLoader[Tensor]:
+    def predict_dataloader(self) -> Any:
         """Return the last rows."""
-        return DataLoader(self.random_predict)
+        return DataLoader(Subset(self.random_full, range(192, 256)))
 
 
 def cli_lightning_logo() -> None:
-    """Print the name of the package, as Lightning's examples begin."""
+    """Print the package's name, with which Lightning's examples begin."""
     print("\nTrainer\n")

@@ -159,13 +159,11 @@ NAMES: dict[str, str] = {
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
     "module_available": "importlib.util.find_spec",
-    **{
-        name: f"trainer.compat.demos:{name}"
-        for name in (
-            *("BoringModel", "BoringDataModule", "DemoModel", "ManualOptimBoringModel", "RandomDataset"),
-            *("RandomIterableDataset", "cli_lightning_logo"),
-        )
-    },
+    "BoringModel": "trainer.compat.demos:BoringModel",
+    "BoringDataModule": "trainer.compat.demos:BoringDataModule",
+    "DemoModel": "trainer.compat.demos:DemoModel",
+    "RandomDataset": "trainer.compat.demos:RandomDataset",
+    "cli_lightning_logo": "trainer.compat.demos:cli_lightning_logo",
     "demos.mnist_datamodule.MNIST": "torchvision.datasets:MNIST",
     "get_torchvision_model": "torchvision.models:get_model",
     **dict.fromkeys(

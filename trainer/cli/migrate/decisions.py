@@ -94,7 +94,7 @@ class _DecisionFinder(cst.CSTVisitor):
         self.function = ""
         """The method of a class of Lightning's that is being read."""
         self.trainers: set[str | None] = set()
-        """Names that an assignment or an annotation says are a Trainer."""
+        """Names to which a Trainer is assigned."""
         self.checkpoints: set[str | None] = set()
         """Names for the path of a checkpoint, or for what has been read of one."""
 
@@ -137,10 +137,6 @@ class _DecisionFinder(cst.CSTVisitor):
             self.trainers |= targets
         if get_full_name_for_node(node.value) == "torch.load" or self._names_checkpoint(node.value):
             self.checkpoints |= targets
-
-    def visit_Param(self, node: cst.Param) -> None:
-        if node.annotation and self._path(node.annotation.annotation).endswith(".Trainer"):
-            self.trainers.add(node.name.value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
         if get_full_name_for_node(node.target) == "truncated_bptt_steps":
