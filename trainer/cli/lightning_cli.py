@@ -33,7 +33,7 @@ SEEDS = {"True": 0, "False": None}
 
 
 class LightningArgumentParser(argparse.ArgumentParser):
-    """What a script adds to its command line: options that it reads itself, callbacks, defaults and links."""
+    """The additions of a script to its command line: options that it reads itself, callbacks, defaults and links."""
 
     def __init__(self) -> None:
         super().__init__(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
