@@ -387,6 +387,7 @@ class ModelCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._checkpoints.writer.close()
+        self._checkpoints.write_file = None  # it holds the run, and packages pickle callbacks
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
