@@ -153,6 +153,14 @@ def test_words_lie_over_files_and_files_over_defaults(script: Script, tmp_path: 
     assert script("LightningCLI(Net, Rows, run=False)", "--seed_everything", "6")["cli"].trainer.seed == 6
 
 
+def test_values_of_files_are_lightnings(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("model: {width: 010}\nemail: no\ntrainer: {max_time: 12:30, logger: no}\n")
+    made = SUBCLASS.replace("type(", "[seen := []] and type(", 1)
+    cli = script(made, "fit", "--config", "old.yaml", *QUICK)["cli"]
+    assert (cli.model.hparams.width, cli.config.fit.email) == (8, False)
+    assert cli.config.fit.trainer.logger is False
+
+
 def test_a_section_of_a_file_belongs_to_its_command(script: Script, tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text("fit:\n  model: {width: 5}\nvalidate:\n  model: {width: 6}\n")
     cli = script("LightningCLI(Net, Rows)", "fit", "--config", "all.yaml", *QUICK)["cli"]

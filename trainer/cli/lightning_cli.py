@@ -143,7 +143,7 @@ class LightningCLI:
         """Return the configuration that files and command line give, over the script's defaults."""
         parts = [*entries(as_node(self.parser.defaults, COMMAND_LINE)).items()]
         for file in files:
-            given = entries(read_tree(file, findings, lambda text: migrate_yaml(text)[0]))
+            given = entries(read_tree(file, findings, lambda text: migrate_yaml(text, of_cli=True)[0]))
             parts += (entries(given.get(command)) or given).items()
         parts += sorted(overrides, key=lambda part: part[0].count("."))
         parts += [(target, Node(f"${{{self._here(of)}}}", COMMAND_LINE)) for target, of in self.parser.links.items()]

@@ -59,15 +59,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
+def migrate_yaml(text: str, of_cli: bool = False) -> tuple[str, list[Finding]]:
     """Return a file of YAML or JSON in this package's names, and what a person must decide in it.
+
+    Args:
+        of_cli: it is a file of LightningCLI, whatever its keys are.
 
     Raises:
         yaml.YAMLError: the file is not YAML.
     """
     values = _Rewriter(text)
     for document in _documents(text):
-        if _is_of_cli(document) and "module" not in _entries(document):
+        if (of_cli or _is_of_cli(document)) and "module" not in _entries(document):
             values.rewrite_plain_values(document)
     text = values.changed()  # first, because lines with such values may be moved
     rewriter = _Rewriter(text)
