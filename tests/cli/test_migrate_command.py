@@ -302,6 +302,15 @@ def test_the_advice_for_parsed_arguments_works_beside_the_scripts_own(command: C
     assert result["trainer"].max_epochs == 5
 
 
+@pytest.mark.parametrize(
+    "argument", ["name for name in names", "'of ' \n  'two lines'", "f'{a}'\n  f'{b}'", "x := 3", "*a"]
+)
+def test_any_argument_is_read(argument: str, command: Command, tmp_path: Path) -> None:
+    found, listed = written(command, tmp_path / "p", a__py=f"import lightning\nprint({argument})\n")
+    assert found["a__py"].startswith("import trainer")
+    assert "by hand: 0" in listed
+
+
 def test_the_list_names_the_way_without_a_change(command: Command, tmp_path: Path) -> None:
     _, listed = written(command, tmp_path / "p", a__py=PARSED)
     assert listed.count("trainer run-as-lightning") == 1

@@ -241,7 +241,7 @@ def _code(node: cst.CSTNode) -> str:
 def _literal(node: cst.BaseExpression) -> object:
     """Return the value of a literal; an ellipsis for any other expression."""
     try:
-        return literal_eval(_code(node))
+        return literal_eval(f"({_code(node)})")  # in brackets, because it may have several lines
     except ValueError:
         return ...
 
