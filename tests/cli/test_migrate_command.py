@@ -281,6 +281,34 @@ def test_loaders_that_are_the_data_modules_are_listed(command: Command, tmp_path
     lines_listed(command, tmp_path / "a.py", text, "use self.trainer.datamodule.train_dataloader")
 
 
+def test_arguments_of_a_trainers_methods_are_renamed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "trainer.fit(net, train_dataloader=a, val_dataloaders=b)\n"
+        "self.trainer.test(test_dataloaders=c), trainer.validate(net, val_dataloaders=d)\n"
+        "other.test(test_dataloaders=c)\n"
+    )
+    found, _ = written(command, tmp_path / "p", a__py=text)
+    assert found["a__py"] == (
+        "import trainer as L\n"
+        "trainer.fit(net, train_dataloaders=a, val_dataloaders=b)\n"
+        "self.trainer.test(dataloaders=c), trainer.validate(net, dataloaders=d)\n"
+        "other.test(test_dataloaders=c)\n"
+    )
+
+
+def test_updates_of_hyperparameters_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "class Net(L.LightningModule):\n"
+        "    def __init__(self, cls):\n"
+        "        self.hparams.update({'cls': cls})  # here\n"
+        "        self.hparams['width'] = 3\n"
+        "        self.settings.update(a=1)\n"
+    )
+    lines_listed(command, tmp_path / "a.py", text, "values that are not data")
+
+
 PARSED = """\
 import argparse, inspect
 import pytorch_lightning as pl

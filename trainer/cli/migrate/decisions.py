@@ -64,6 +64,7 @@ ONE_FILE = (
     "a checkpoint is a folder here: use ModelCheckpoint(single_file=True), or save_checkpoint(path, single_file=True), "
     "to write one file that torch.load reads"
 )
+KEPT_IN_MEMORY = "values that are not data, such as classes and modules, are not in checkpoints: make them again there"
 LOGS = re.compile(r"(\S*/)?lightning_logs(/\S*)?")
 LOGS_HERE = "the runs are in runs/ here, or below the logger's save_dir and name: use trainer.log_dir, or that folder"
 FIRST_ARGUMENT = {"EarlyStopping": "monitor"}
@@ -163,6 +164,8 @@ class _DecisionFinder(cst.CSTVisitor):
             words = argument_words(kind, name, value)
             if words is not None and (line, name) not in self.rewritten:
                 self._add(arg, f"{kind}({name}=)", f"use {words}")
+        if called.endswith("hparams.update"):
+            self._add(node, called, KEPT_IN_MEMORY)
         if called.endswith(".link_arguments") and "compute_fn" in given:
             self._add(node, "link_arguments(compute_fn=)", "use a property of the data module, linked without it")
         if (words := mode_words(kind, given)) is not None:

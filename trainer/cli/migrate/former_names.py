@@ -27,6 +27,7 @@ NAMES = {
         "Trainer(precision='16-mixed')",
     ),
     **dict.fromkeys(("GPUStatsMonitor", "XLAStatsMonitor"), "trainer.callbacks.DeviceStatsMonitor"),
+    "LightningLoggerBase": "trainer.logger.Logger",
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
 }
 """Names that modules exported."""

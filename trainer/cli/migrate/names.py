@@ -49,8 +49,12 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "gradient_clip": "gradient_clip_val",
     },
     "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
+    "fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
+    "validate": {"val_dataloaders": "dataloaders"},
+    "test": {"test_dataloaders": "dataloaders"},
 }
-"""Lightning's class -> an argument of an earlier version -> its name now, with the same values."""
+"""Lightning's class, or method of a Trainer -> an argument of an earlier version -> its name now, with the same values.
+"""
 
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),
