@@ -10,6 +10,7 @@ from typing import NamedTuple
 import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
+from trainer.compat.finder import module_of_lightning
 from trainer.config.plug_names import callbacks
 from trainer.metrics.monitor import implied_mode
 from trainer.names import misses
@@ -150,7 +151,7 @@ def module_here(path: str) -> Place:
     if not inside:
         return Place("trainer")
     place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    here = inside in names.MODULES.split() or place.is_dir() or place.with_suffix(".py").is_file()
+    here = module_of_lightning(f"trainer.{inside}") or place.is_dir() or place.with_suffix(".py").is_file()
     return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
 
 
