@@ -181,6 +181,8 @@ def after(trainer, folder, args, callback, name):
     with open(args.resume_checkpoint, "rb") as file: ...  # here
     bucket.upload_file(callback.best_model_path, "b")  # here
     run.log_artifact(path)  # here
+    mine = my_load(callback.best_model_path, "cpu")  # here
+    net.load_state_dict(mine["state_dict"])  # here
 
 def others(trainer, folder, path, callback):
     torch.load("data.pt")

@@ -55,7 +55,7 @@ A_CHECKPOINT = re.compile(
 )
 """Texts in an expression for the path of a checkpoint."""
 USE_OF_A_FILE = re.compile(
-    r"(torch\.load|(\w+\.)*open|os\.(remove|unlink|rename|replace|link|symlink|stat|path\.(isfile|getsize))"
+    r"((\w+\.)*(\w*load|open)|os\.(remove|unlink|rename|replace|link|symlink|stat|path\.(isfile|getsize))"
     r"|shutil\.(copy\w*|move)|glob|endswith|(.*\.)?(unlink|is_file|read_bytes|rename|\w*glob|endswith"
     r"|\w*upload\w*|log_artifacts?|log_model|log_asset|add_file))"
 )
