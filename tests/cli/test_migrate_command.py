@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.project import Command, assert_recorded, done, refused
+from trainer import Trainer
 from trainer.callbacks import CALLBACKS
 from trainer.compat.names import HOMES, NAMES
 
@@ -297,6 +298,23 @@ def test_arguments_of_a_trainers_methods_are_renamed(command: Command, tmp_path:
         "self.trainer.test(dataloaders=c), trainer.validate(net, dataloaders=d)\n"
         "other.test(test_dataloaders=c)\n"
     )
+
+
+def test_attributes_of_a_trainer_that_cannot_be_set_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "trainer = L.Trainer()\n"
+        "trainer.model = net  # here\n"
+        "self.trainer.limit_val_batches = 3  # here\n"
+        "trainer.callbacks = []  # here\n"
+        "trainer.should_stop = True\n"
+        "trainer.accumulate_grad_batches = 2\n"
+        "trainer.mine, cfg.trainer.callbacks, net.trainer = 1, [], trainer\n"
+    )
+    lines_listed(command, tmp_path / "a.py", text, "give it as an argument")
+    for name in ("model", "limit_val_batches", "callbacks", "optimizers", "datamodule", "loggers", "ckpt_path"):
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(Trainer(accelerator="cpu", logger=False), name, None)
 
 
 def test_updates_of_hyperparameters_are_listed(command: Command, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 from trainer.cli.migrate import former_names
 from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, Finding, argument_words, lightning_root, mode_words
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
+from trainer.settings import ARGUMENTS
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
@@ -64,6 +65,8 @@ ONE_FILE = (
     "a checkpoint is a folder here: use ModelCheckpoint(single_file=True), or save_checkpoint(path, single_file=True), "
     "to write one file that torch.load reads"
 )
+NOT_SET = {*ARGUMENTS, "model", "optimizers", "datamodule", "loggers", "ckpt_path"} - {"accumulate_grad_batches"}
+"""Attributes of a Trainer that cannot be set here."""
 KEPT_IN_MEMORY = "values that are not data, such as classes and modules, are not in checkpoints: make them again there"
 LOGS = re.compile(r"(\S*/)?lightning_logs(/\S*)?")
 LOGS_HERE = "the runs are in runs/ here, or below the logger's save_dir and name: use trainer.log_dir, or that folder"
@@ -140,8 +143,11 @@ class _DecisionFinder(cst.CSTVisitor):
             self.checkpoints |= targets
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if get_full_name_for_node(node.target) == "truncated_bptt_steps":
+        owner, _, name = (get_full_name_for_node(node.target) or "").rpartition(".")
+        if (owner, name) == ("", "truncated_bptt_steps"):
             self._report_member(node, "LightningModule", "self", "truncated_bptt_steps")
+        if name in NOT_SET and (owner in self.trainers or OF_A_TRAINER.fullmatch(owner)):
+            self._add(node, f"{owner}.{name} = ...", "give it as an argument, of Trainer, fit or Tuner")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
