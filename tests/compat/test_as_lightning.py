@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 
 from tests.helpers.toy import Toy
 from trainer import ConfigError
 from trainer.compat import finder, helpers
 from trainer.compat.names import MODULES, NAMES
-from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
+pytorch_lightning = pytest.importorskip("pytorch_lightning")
 LINE = f"running as Lightning {LIGHTNING_VERSION}:"
 TRAIN = """
 import pickle

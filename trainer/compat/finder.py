@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
 from trainer.errors import ConfigError, did_you_mean, no_such_name, public_names
-from trainer.names.misses import runs_as_lightning
+from trainer.names.states import runs_as_lightning
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
