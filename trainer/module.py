@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from io import IOBase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -366,7 +367,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path | IO[bytes] = "",
+        checkpoint_path: str | Path | IOBase = "",
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -247,7 +247,7 @@ def _entry_of(file: Path) -> FileEntry:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_located(path: str | StoragePath | IO[bytes], keys: Collection[str] | None = None) -> dict[str, Any]:
+def read_located(path: str | StoragePath | IOBase, keys: Collection[str] | None = None) -> dict[str, Any]:
     """Return the state of a checkpoint, as `read_checkpoint`: of a folder, of a pointer such as `.../best`, or a file,
     which may be open, or in memory.
 
