@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,3 +48,19 @@ def test_imports_of_lightnings_examples(capsys: pytest.CaptureFixture[str]) -> N
     assert found["cli_lightning_logo"] is cli_lightning_logo
     cli_lightning_logo()
     assert "Trainer" in capsys.readouterr().out
+
+
+def test_data_and_models_of_torchvision_are_looked_for_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    exec(
+        "from trainer.pytorch.demos.mnist_datamodule import MNIST\n"
+        "from trainer.pytorch.utilities.model_helpers import get_torchvision_model\n",
+        found,
+    )
+    for module, name in (("datasets", "MNIST"), ("models", "get_model")):
+        theirs = ModuleType(f"torchvision.{module}")
+        setattr(theirs, name, lambda *args, **options: (args, options))
+        monkeypatch.setitem(sys.modules, f"torchvision.{module}", theirs)
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    assert found["MNIST"]("data", train=True) == (("data",), {"train": True})
+    assert found["get_torchvision_model"]("resnet18", weights=None) == (("resnet18",), {"weights": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -117,3 +118,13 @@ class BoringDataModule(DataModule):
 def cli_lightning_logo() -> None:
     """Print the package's name, with which Lightning's examples begin."""
     print("\nTrainer\n")
+
+
+def mnist(*args: Any, **options: Any) -> Any:
+    """Return torchvision's dataset."""
+    return import_module("torchvision.datasets").MNIST(*args, **options)
+
+
+def get_torchvision_model(name: str, **options: Any) -> Any:
+    """Return a model of torchvision."""
+    return import_module("torchvision.models").get_model(name, **options)

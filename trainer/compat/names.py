@@ -164,8 +164,8 @@ NAMES: dict[str, str] = {
     "DemoModel": "trainer.compat.demos:DemoModel",
     "RandomDataset": "trainer.compat.demos:RandomDataset",
     "cli_lightning_logo": "trainer.compat.demos:cli_lightning_logo",
-    "demos.mnist_datamodule.MNIST": "torchvision.datasets:MNIST",
-    "get_torchvision_model": "torchvision.models:get_model",
+    "MNIST": "trainer.compat.demos:mnist",
+    "get_torchvision_model": "trainer.compat.demos:get_torchvision_model",
     **dict.fromkeys(
         ("ModelHooks", "DataHooks", "CheckpointHooks"),
         "trainer.TrainModule or trainer.DataModule, which have these hooks",
