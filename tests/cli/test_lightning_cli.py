@@ -13,8 +13,8 @@ import torch
 
 from tests.helpers.project import Command, assert_recorded, done
 from tests.messages import raises_recorded
-from trainer import ConfigError
-from trainer.cli.lightning_cli import LightningArgumentParser
+from trainer import Callback, ConfigError
+from trainer.cli.lightning_cli import LightningArgumentParser, LightningCLI
 
 SCRIPT = """
 import torch
@@ -274,6 +274,29 @@ def test_what_is_wrong_is_said_before_anything_is_made(
         script(made, *words.split())
     assert end.value.code == 2
     assert_recorded(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parser_kwargs": {"default_config_files": ["run.yaml"]}},
+        {"parser_kwargs": {"fit": {"default_env": True}}},
+        {"save_config_callback": Callback},
+    ],
+    ids=range(3),
+)
+def test_arguments_that_would_change_something_are_refused(options: dict[str, Any]) -> None:
+    with raises_recorded(ConfigError):
+        LightningCLI(args=["fit"], **options)
+
+
+def test_defaults_of_the_trainer_may_be_classes_with_arguments(script: Script) -> None:
+    logger = {"class_path": "trainer.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
+    made = f"LightningCLI(Net, Rows, run=False, trainer_defaults=dict(logger={logger}), parser_kwargs=PARSER)"
+    made = made.replace("PARSER", "dict(parser_mode='omegaconf')")
+    assert script(made, "--config", "run.yaml")["cli"].trainer.logger is None  # as the file says
+    trainer = script(made, "--trainer.logger.save_dir=other")["cli"].trainer
+    assert (type(trainer.logger).__name__, Path(trainer.logger.save_dir).name) == ("CSVLogger", "other")
 
 
 def test_a_link_that_computes_is_refused() -> None:

@@ -28,6 +28,8 @@ from trainer.trainer import Trainer
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 KEYS = {"model": "module", "seed_everything": "trainer.seed"}
 """Keys of LightningCLI -> the names here."""
+HARMLESS = ("description", "error_handler", "parser_mode")
+"""Arguments of jsonargparse's parser that change nothing here."""
 SEEDS = {"True": 0, "False": None}
 """Values of `seed_everything` that are not numbers -> the seed."""
 
@@ -84,7 +86,7 @@ class LightningCLI:
 
     Args:
         model_class, datamodule_class: the classes. None: the configuration names them.
-        save_config_callback, save_config_kwargs: not used. The run directory has `config.yaml`.
+        save_config_callback, save_config_kwargs: None; not used. The run directory has `config.yaml`.
         trainer_class: the class of the Trainer, or a function that makes it.
         trainer_defaults: defaults of its arguments. Callbacks are added to those of the configuration.
         seed_everything_default: the seed. True: 0. False: none.
@@ -112,8 +114,15 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
+        further = {**(parser_kwargs or {}), "parser_class": parser_class, "save_config_callback": save_config_callback}
+        if wrong := [name for name in further if further[name] is not None and name not in HARMLESS]:
+            raise ConfigError(
+                f"LightningCLI cannot use {wrong[0]}: give files with --config, and callbacks in trainer_defaults."
+            )
         self._trainer_class, self._trainer_defaults = trainer_class, dict(trainer_defaults or {})
         self.parser = LightningArgumentParser()
+        for name in [name for name, value in self._trainer_defaults.items() if isinstance(value, dict)]:
+            self.parser.defaults[f"trainer.{name}"] = self._trainer_defaults.pop(name)
         classes = {"model": model_class, "data": datamodule_class}
         chosen = {"model": subclass_mode_model, "data": subclass_mode_data}
         fixed = {key: path_of(cls) for key, cls in classes.items() if cls is not None and not chosen[key]}
@@ -122,9 +131,7 @@ class LightningCLI:
         words = [*(sys.argv[1:] if args is None else args)]
         self.subcommand = words.pop(0) if run and words else None
         if run and self.subcommand not in SUBCOMMANDS:
-            sys.exit(
-                usage_error(f"the first word has to be a command: {', '.join(SUBCOMMANDS)}; given {self.subcommand!r}.")
-            )
+            sys.exit(usage_error(f"given {self.subcommand!r}, but the first word is {' or '.join(SUBCOMMANDS)}."))
         self._typed, rest = self.parser.parse_known_args(words)
         code = run_command(self.subcommand or "fit", rest, self.parser.format_help(), self._run, self._read)
         if code or not hasattr(self, "trainer"):  # after --help and --print_config
