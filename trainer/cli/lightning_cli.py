@@ -114,11 +114,7 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
-        further = {**(parser_kwargs or {}), "parser_class": parser_class, "save_config_callback": save_config_callback}
-        if wrong := [name for name in further if further[name] is not None and name not in HARMLESS]:
-            raise ConfigError(
-                f"LightningCLI cannot use {wrong[0]}: give files with --config, and callbacks in trainer_defaults."
-            )
+        _refuse({**(parser_kwargs or {}), "parser_class": parser_class, "save_config_callback": save_config_callback})
         self._trainer_class, self._trainer_defaults = trainer_class, dict(trainer_defaults or {})
         self.parser = LightningArgumentParser()
         for name in [name for name, value in self._trainer_defaults.items() if isinstance(value, dict)]:
@@ -198,6 +194,14 @@ class LightningCLI:
             act = getattr(self, self.subcommand, getattr(job.trainer, self.subcommand))
             act(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
             getattr(self, f"after_{self.subcommand}", _nothing)()
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise for options of Lightning's that cannot be used, and would change something."""
+    if wrong := [name for name, value in options.items() if value is not None and name not in HARMLESS]:
+        raise ConfigError(
+            f"LightningCLI cannot use {wrong[0]}: give files with --config, and callbacks in trainer_defaults."
+        )
 
 
 def path_of(cls: type) -> str:

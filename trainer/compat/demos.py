@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -122,9 +121,13 @@ def cli_lightning_logo() -> None:
 
 def mnist(*args: Any, **options: Any) -> Any:
     """Return torchvision's dataset."""
-    return import_module("torchvision.datasets").MNIST(*args, **options)
+    from torchvision.datasets import MNIST
+
+    return MNIST(*args, **options)
 
 
 def get_torchvision_model(name: str, **options: Any) -> Any:
     """Return a model of torchvision."""
-    return import_module("torchvision.models").get_model(name, **options)
+    from torchvision.models import get_model
+
+    return get_model(name, **options)
