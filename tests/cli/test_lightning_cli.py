@@ -20,7 +20,7 @@ SCRIPT = """
 import torch
 from torch.utils.data import DataLoader
 from trainer.pytorch import Callback, LightningDataModule, LightningModule
-from trainer.pytorch.cli import LightningCLI
+from trainer.pytorch.cli import LightningCLI, OptimizerCallable
 
 
 class Net(LightningModule):
@@ -58,6 +58,18 @@ class Rows(LightningDataModule):
         return DataLoader(torch.randn(32, 4, generator=torch.Generator().manual_seed(3)), self.batch_size)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class Given(LightningModule):
+    def __init__(self, optimizer: OptimizerCallable = torch.optim.SGD):
+        super().__init__()
+        self.optimizer, self.net = optimizer, torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
 
 
 class Greeting(Callback):
@@ -115,7 +127,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) ->
 def test_fit_computes_what_lightning_does(script: Script) -> None:
     pl = pytest.importorskip("pytorch_lightning")
     losses = script("LightningCLI(Net, Rows)", "fit", "--config", "run.yaml")["cli"].model.losses
-    text = SCRIPT.replace("trainer.pytorch.cli import LightningCLI", "typing import Any")
+    text = SCRIPT.replace(
+        "trainer.pytorch.cli import LightningCLI, OptimizerCallable", "typing import Any as OptimizerCallable"
+    )
     theirs: dict[str, Any] = {}
     exec(text.replace("trainer.pytorch", "pytorch_lightning"), theirs)
     pl.seed_everything(7, workers=True)
@@ -233,6 +247,12 @@ def test_an_optimizer_and_its_schedule_are_chosen(script: Script) -> None:
         (Bare, Rows)""".replace("\n", "")
     cli = script(made, "fit", *QUICK, "--optimizer.lr=0.1", "--lr_scheduler.step_size=1")["cli"]
     assert type(cli.trainer.optimizers[0]) is torch.optim.SGD
+
+
+def test_a_module_makes_its_optimizer_by_what_the_command_line_gives(script: Script) -> None:
+    words = ("--model.optimizer=torch.optim.Adam", "--model.optimizer.lr=0.25")
+    (optimizer,) = script("LightningCLI(Given, Rows)", "fit", *QUICK, *words)["cli"].trainer.optimizers
+    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.Adam, 0.25)
 
 
 def test_print_config_gives_a_file_for_the_same_command(

@@ -252,6 +252,7 @@ def test_folders_of_logs_are_listed(command: Command, tmp_path: Path) -> None:
         'f"lightning_logs/version_{n}"  # here\n'
         '"out/lightning_logs/version_3/checkpoints"  # here\n'
         'print("see lightning_logs for more")\n'
+        'pl.loggers.CSVLogger("lightning_logs"), pl.loggers.TensorBoardLogger(save_dir="lightning_logs/")\n'
     )
     lines_listed(command, tmp_path / "a.py", text, "use trainer.log_dir")
 

@@ -155,6 +155,8 @@ NAMES: dict[str, str] = {
     "LightningArgumentParser": "trainer.cli.lightning_cli:LightningArgumentParser",
     "SaveConfigCallback": "nothing: a run has config.yaml in its run directory",
     "ArgsType": "typing:Any",
+    "OptimizerCallable": "trainer.compat.types:OptimizerCallable",
+    "LRSchedulerCallable": "trainer.compat.types:LRSchedulerCallable",
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",

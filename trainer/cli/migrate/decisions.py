@@ -101,6 +101,8 @@ class _DecisionFinder(cst.CSTVisitor):
         """Names to which a Trainer is assigned."""
         self.checkpoints: set[str | None] = set()
         """Names for the path of a checkpoint, or for what has been read of one."""
+        self.of_loggers: set[cst.CSTNode] = set()
+        """Arguments of loggers, which may be any folder."""
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = get_full_name_for_node(node.module) if node.module else ""
@@ -164,6 +166,7 @@ class _DecisionFinder(cst.CSTVisitor):
         called, path = get_full_name_for_node(node.func) or "", self._path(node.func)
         kind = path.rpartition(".")[2]
         given: dict[str, object] = {}
+        self.of_loggers |= {arg.value for arg in node.args if kind.endswith("Logger")}
         for arg in node.args:
             name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
             value = given.setdefault(name or FIRST_ARGUMENT.get(kind, ""), _literal(arg.value))
@@ -208,7 +211,7 @@ class _DecisionFinder(cst.CSTVisitor):
         return bool(A_CHECKPOINT.search(code)) or not self.checkpoints.isdisjoint(re.findall(r"\w+", code))
 
     def _report_folder(self, node: cst.CSTNode, text: str) -> None:
-        if LOGS.fullmatch(text):
+        if LOGS.fullmatch(text) and node not in self.of_loggers:
             self._add(node, repr(text), LOGS_HERE)
 
     def _report_path(self, node: cst.CSTNode, path: str) -> None:
