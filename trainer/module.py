@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from io import IOBase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -366,7 +367,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path = "",
+        checkpoint_path: str | Path | IOBase = "",
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
@@ -377,7 +378,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
 
         Args:
             checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`;
-                or a run directory, for its last one; or a file in Lightning's shape, which runs no code.
+                or a run directory, for its last one; or a file in Lightning's shape, perhaps open or in memory,
+                which runs no code.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,21 @@ def test_evaluations_and_load_from_checkpoint_read_the_file() -> None:
     assert quiet().validate(Module(), loader(), ckpt_path="one.ckpt") == expected
     assert quiet().test(Module(), loader(), ckpt_path="one.ckpt") == expected
     assert len(quiet().predict(Module(), loader(), ckpt_path="one.ckpt")) == 8
+
+
+def test_a_file_in_memory_is_read() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module := Module(0.2), datamodule=Data(2))
+    trainer.save_checkpoint("one.ckpt", single_file=True)
+    content = torch.load("one.ckpt", weights_only=True)
+    content["hyper_parameters"]["lr"] = 0.4
+    torch.save(content, memory := BytesIO())
+    memory.seek(0)
+    loaded = Module.load_from_checkpoint(memory)
+    assert equal(loaded, module)
+    assert loaded.hparams == {"lr": 0.4}
+    with open("one.ckpt", "rb") as file:
+        assert equal(Module.load_from_checkpoint(file), module)
 
 
 def test_a_changed_file_is_read_and_not_the_folder_beside_it() -> None:

@@ -145,7 +145,11 @@ def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_pat
         cell("# Training with lightning\n", kind="markdown"),
         cell("%load_ext tensorboard\n", "!pip install lightning\n", "import lightning.pytorch as pl"),
         cell("class Net(pl.LightningModule):\n", "    pass\n", "if True:\n", "    %time x = 1"),
-        cell("net = Net()\n", "pl.Trainer(gpus=1).fit(net)\n", "parser.link_arguments('data.n', 'model.n')\n"),
+        cell(
+            "net = Net()\n",
+            "pl.Trainer(gpus=1).fit(net)\n",
+            "parser.link_arguments('data.n', 'model.n', compute_fn=len)\n",
+        ),
     ]
     notebook = {"cells": cells, "metadata": {"kernelspec": {"name": "python3"}}, "nbformat": 4, "nbformat_minor": 5}
     new, out = migrated(command, tmp_path / "p" / "1.ipynb", json.dumps(notebook, indent=1) + "\n")
@@ -156,7 +160,7 @@ def test_cells_of_a_notebook_are_rewritten_as_one_file(command: Command, tmp_pat
     assert "LightningModule" not in texts[2]
     assert texts[2].endswith("    pass\nif True:\n    %time x = 1")
     assert "devices=1" in texts[3]
-    assert "cell 3: link_arguments: use a reference in the configuration" in out
+    assert "cell 3: link_arguments(compute_fn=): use a property of the data module" in out
     assert {**json.loads(new), "cells": []} == {**notebook, "cells": []}
 
 

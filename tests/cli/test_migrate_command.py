@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.project import Command, assert_recorded, done, refused
+from trainer import Trainer
 from trainer.callbacks import CALLBACKS
 from trainer.compat.names import HOMES, NAMES
 
@@ -139,7 +141,7 @@ DECISIONS = (
     "pl.__version__",
     "from pytorch_lightning.__about__ import __version__",
     "getLogger('pytorch_lightning.core')",
-    "from lightning.pytorch.cli import LightningCLI",
+    "parser.link_arguments('data.n', 'model.n', compute_fn=len)",
     "from lightning.pytorch.core import *",
     "from pytorch_lightning.metrics import Accuracy",
 )
@@ -154,6 +156,215 @@ def test_decisions_are_listed_with_file_and_line_before_and_after(command: Comma
         listed = out.partition("To decide by hand:")[2]
         assert all(f"{file}:{line}: " in listed for line in range(3, 3 + len(DECISIONS))), listed
         assert_recorded(listed)
+
+
+AS_A_FILE = """\
+import glob, os, shutil, torch
+from pathlib import Path
+import pytorch_lightning as pl
+
+def after(trainer, folder, args, callback, name):
+    state = torch.load(callback.best_model_path)  # here
+    net.load_state_dict(state["state_dict"])  # here
+    other = torch.load(name)
+    net.load_state_dict(other['state_dict'])  # here
+    path = "a.pt"
+    trainer.save_checkpoint(path)
+    os.remove(path)  # here
+    shutil.copy(callback.last_model_path, folder)  # here
+    shutil.move("x/last.ckpt", folder)  # here
+    Path(folder, "epoch=1.ckpt").unlink()  # here
+    (folder / "last.ckpt").rename("b")  # here
+    if os.path.isfile(args.ckpt_path): ...  # here
+    found = glob.glob(f"{folder}/*.ckpt")  # here
+    os.unlink(found[0])  # here
+    newest = [name for name in os.listdir(folder) if name.endswith(".ckpt")]  # here
+    with open(args.resume_checkpoint, "rb") as file: ...  # here
+    bucket.upload_file(callback.best_model_path, "b")  # here
+    run.log_artifact(path)  # here
+    mine = my_load(callback.best_model_path, "cpu")  # here
+    net.load_state_dict(mine["state_dict"])  # here
+
+def others(trainer, folder, path, callback):
+    torch.load("data.pt")
+    torch.load(path)
+    os.remove(path)
+    os.path.exists("last.ckpt")
+    open(folder / "checkpoints.txt")
+    open(folder / "config.yaml")
+    trainer.fit(net, ckpt_path="last.ckpt")
+    trainer.test(ckpt_path=callback.best_model_path)
+    Net.load_from_checkpoint(callback.best_model_path)
+
+class Net(pl.LightningModule):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"].pop("x")
+"""
+
+
+def test_places_that_use_a_checkpoint_as_a_file_are_listed(command: Command, tmp_path: Path) -> None:
+    lines_listed(command, tmp_path / "a.py", AS_A_FILE, "single_file=True")
+
+
+def lines_listed(command: Command, file: Path, text: str, advice: str) -> None:
+    """Check that the lines with the comment `here` are listed, each with the advice, and no others."""
+    file.write_text(text)
+    _, out, _ = command("migrate", str(file), "--write")
+    listed = [line for line in out.partition("To decide by hand:")[2].splitlines() if line.startswith(f"  {file}:")]
+    wanted = {number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")}
+    assert {int(line.removeprefix(f"  {file}:").partition(":")[0]) for line in listed} == wanted, out
+    assert all(advice in line for line in listed), out
+
+
+OF_TRAINERS = """\
+import hydra, pytorch_lightning as pl
+
+def settings(cfg, args):
+    cfg.trainer.devices = 1
+    config.trainer.accelerator = "cpu"
+    if args.trainer.resume_from_checkpoint or self.cfg.trainer.lr_schedulers: ...
+    experiment.trainer.devices, params.trainer.gpus, self.settings.trainer.tpu_cores, cfg["trainer"].devices
+
+def run(trainer, model, pl_module):
+    trainer.devices  # here
+    model.trainer.devices  # here
+    pl_module.trainer.devices  # here
+    mine = pl.Trainer()
+    mine.devices  # here
+    cli.trainer.devices  # here
+    cfg.devices, trainer.num_devices
+
+class Net(pl.LightningModule):
+    def training_step(self, batch, batch_idx):
+        self.trainer.devices  # here
+        self.cfg.trainer.devices
+"""
+
+
+def test_attributes_are_a_trainers_only_where_their_owner_is_known_to_be_one(command: Command, tmp_path: Path) -> None:
+    lines_listed(command, tmp_path / "a.py", OF_TRAINERS, "use trainer.num_devices")
+
+
+def test_folders_of_logs_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        '"""Writes to lightning_logs."""\nimport os, pytorch_lightning as pl\n'
+        'os.path.join("lightning_logs", "version_0")  # here\n'
+        'f"lightning_logs/version_{n}"  # here\n'
+        '"out/lightning_logs/version_3/checkpoints"  # here\n'
+        'print("see lightning_logs for more")\n'
+        'pl.loggers.CSVLogger("lightning_logs"), pl.loggers.TensorBoardLogger(save_dir="lightning_logs/")\n'
+    )
+    lines_listed(command, tmp_path / "a.py", text, "use trainer.log_dir")
+
+
+def test_monitors_that_need_a_mode_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint\n"
+        'ModelCheckpoint(monitor="val_acc")  # here\n'
+        'ModelCheckpoint("folder", monitor="val_loss", mode="auto")  # here\n'
+        'EarlyStopping("val_f1", patience=3)  # here\n'
+        'EarlyStopping("val_loss"), EarlyStopping("val_acc", mode="max"), EarlyStopping(name, mode=mode)\n'
+        'ModelCheckpoint(monitor="val_acc", mode="max"), ModelCheckpoint("acc"), ModelCheckpoint(monitor=name)\n'
+    )
+    lines_listed(command, tmp_path / "a.py", text, "use mode='max'")
+    yaml = "class_path: lightning.pytorch.callbacks.EarlyStopping\ninit_args: {{monitor: {}}}\n"
+    _, listed = written(command, tmp_path / "p", a__yaml=yaml.format("val_acc"), b__yaml=yaml.format("val_loss"))
+    assert "a.yaml:2: EarlyStopping(monitor=): use mode='max'" in listed
+    assert "by hand: 1" in listed
+
+
+def test_loaders_that_are_the_data_modules_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "class Net(L.LightningModule):\n"
+        "    def val_dataloader(self): ...\n"
+        "    def configure_optimizers(self):\n"
+        "        n = len(self.train_dataloader())  # here\n"
+        "        m = len(self.val_dataloader())\n"
+    )
+    lines_listed(command, tmp_path / "a.py", text, "use self.trainer.datamodule.train_dataloader")
+
+
+def test_arguments_of_a_trainers_methods_are_renamed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "trainer.fit(net, train_dataloader=a, val_dataloaders=b)\n"
+        "self.trainer.test(test_dataloaders=c), trainer.validate(net, val_dataloaders=d)\n"
+        "other.test(test_dataloaders=c)\n"
+    )
+    found, _ = written(command, tmp_path / "p", a__py=text)
+    assert found["a__py"] == (
+        "import trainer as L\n"
+        "trainer.fit(net, train_dataloaders=a, val_dataloaders=b)\n"
+        "self.trainer.test(dataloaders=c), trainer.validate(net, dataloaders=d)\n"
+        "other.test(test_dataloaders=c)\n"
+    )
+
+
+def test_attributes_of_a_trainer_that_cannot_be_set_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "trainer = L.Trainer()\n"
+        "trainer.model = net  # here\n"
+        "self.trainer.limit_val_batches = 3  # here\n"
+        "trainer.callbacks = []  # here\n"
+        "trainer.should_stop = True\n"
+        "trainer.accumulate_grad_batches = 2\n"
+        "trainer.mine, cfg.trainer.callbacks, net.trainer = 1, [], trainer\n"
+    )
+    lines_listed(command, tmp_path / "a.py", text, "give it as an argument")
+    for name in ("model", "limit_val_batches", "callbacks", "optimizers", "datamodule", "loggers", "ckpt_path"):
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(Trainer(accelerator="cpu", logger=False), name, None)
+
+
+def test_updates_of_hyperparameters_are_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "class Net(L.LightningModule):\n"
+        "    def __init__(self, cls):\n"
+        "        self.hparams.update({'cls': cls})  # here\n"
+        "        self.hparams['width'] = 3\n"
+        "        self.settings.update(a=1)\n"
+    )
+    lines_listed(command, tmp_path / "a.py", text, "values that are not data")
+
+
+PARSED = """\
+import argparse, inspect
+import pytorch_lightning as pl
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, default=3)
+parser.add_argument("--max_epochs", type=int, default=5)
+parser.add_argument("--accelerator", default=None)
+args = parser.parse_args([])
+trainer = pl.Trainer.from_argparse_args(args)
+"""
+
+
+def test_the_advice_for_parsed_arguments_works_beside_the_scripts_own(command: Command, tmp_path: Path) -> None:
+    found, listed = written(command, tmp_path / "p", a__py=PARSED)
+    advice = listed.partition("from_argparse_args: use ")[2].partition("\n")[0]
+    code = found["a__py"].replace("pl.Trainer.from_argparse_args(args)", advice.replace("Trainer", "pl.Trainer"))
+    result: dict[str, Any] = {}
+    exec(code, result)
+    assert result["trainer"].max_epochs == 5
+
+
+@pytest.mark.parametrize(
+    "argument", ["name for name in names", "'of ' \n  'two lines'", "f'{a}'\n  f'{b}'", "x := 3", "*a"]
+)
+def test_any_argument_is_read(argument: str, command: Command, tmp_path: Path) -> None:
+    found, listed = written(command, tmp_path / "p", a__py=f"import lightning\nprint({argument})\n")
+    assert found["a__py"].startswith("import trainer")
+    assert "by hand: 0" in listed
+
+
+def test_the_list_names_the_way_without_a_change(command: Command, tmp_path: Path) -> None:
+    _, listed = written(command, tmp_path / "p", a__py=PARSED)
+    assert listed.count("trainer run-as-lightning") == 1
+    _, none = written(command, tmp_path / "q", a__py="import lightning\n")
+    assert "run-as-lightning" not in none
 
 
 def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Path) -> None:

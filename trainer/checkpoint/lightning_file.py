@@ -16,6 +16,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from io import IOBase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -246,12 +247,18 @@ def _entry_of(file: Path) -> FileEntry:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_located(path: str | StoragePath, keys: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the state of a checkpoint, as `read_checkpoint`: of a folder, of a pointer such as `.../best`, or a file.
+def read_located(path: str | StoragePath | IOBase, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the state of a checkpoint, as `read_checkpoint`: of a folder, of a pointer such as `.../best`, or a file,
+    which may be open, or in memory.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
+    if isinstance(path, IOBase):
+        with tempfile.TemporaryDirectory() as near:
+            copy = Path(near, f"checkpoint{SUFFIX}")
+            copy.write_bytes(path.read())
+            return read_located(copy, keys)
     with as_folder(path) as folder:
         return read_checkpoint(locate(folder), keys)
 

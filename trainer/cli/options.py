@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.config.loading import Recipe
 
 ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
-ALIASES = {"seed": "trainer.seed"}
+ALIASES = {"seed": "trainer.seed", "seed_everything": "trainer.seed", "model": "module"}
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
     "storage_path=/shared/runs, address=auto"

@@ -41,12 +41,17 @@ class Job:
     weights: str | None
 
 
-def run_command(command: str, arguments: list[str], examples: str, act: Callable[[Job], None]) -> int:
+Act = Callable[[Job], None]
+Reader = Callable[..., "Recipe"]
+
+
+def run_command(command: str, arguments: list[str], examples: str, act: Act, read: Reader = recipe_of) -> int:
     """Run a command. Returns the exit code.
 
     Args:
         examples: text for `--help`.
         act: function that runs the job and prints the result.
+        read: function that reads the configuration, as `recipe_of`; another one has defaults for what is not given.
     """
     parser = make_parser(command, COMMANDS[command][1])
     if "-h" in arguments or "--help" in arguments:
@@ -68,7 +73,7 @@ def run_command(command: str, arguments: list[str], examples: str, act: Callable
             chosen = chosen_class(tree, options.help_of)
             print_fitted(class_help(chosen, options.help_of, help_width()))
             return 0
-        configuration = _load(command, options, findings)
+        configuration = _load(command, options, findings, read)
         if options.print_config:
             from trainer.config.files import yaml_for
 
@@ -100,10 +105,10 @@ def run_command(command: str, arguments: list[str], examples: str, act: Callable
     return _run(act, Job(trainer, module, data, *start), options.traceback)
 
 
-def _load(command: str, options: argparse.Namespace, findings: Diagnostics) -> Recipe:
-    if not options.config and not options.overrides and not findings.problems:
+def _load(command: str, options: argparse.Namespace, findings: Diagnostics, read: Reader) -> Recipe:
+    if read is recipe_of and not (options.config or options.overrides or findings.problems):
         raise ConfigError(f"nothing to {command}: give --config run.yaml, or --module file.py:Class.")
-    configuration = recipe_of(options.config, options.overrides, findings, command)
+    configuration = read(options.config, options.overrides, findings, command)
     for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration
@@ -118,7 +123,7 @@ def _print_note(note: str) -> None:
     print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
+def _run(act: Act, job: Job, traced: bool) -> int:
     """Run a job. Errors that name their fix are printed without a traceback; all others propagate."""
     try:
         act(job)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, Union
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PATH = Union[str, "os.PathLike[str]"]
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 
 class LRSchedulerConfigType(TypedDict, total=False):

@@ -134,12 +134,12 @@ def other_program(tree: Node) -> str | None:
     return next((kind for kind, known in OTHER_PROGRAMS.items() if names & set(known)), None)
 
 
-def read_tree(name: str, findings: Diagnostics) -> Node | None:
-    """Read a file as `read_file` does, also one that was written for another program."""
+def read_tree(name: str, findings: Diagnostics, change: Callable[[str], str] | None = None) -> Node | None:
+    """Read a file as `read_file` does, also one that was written for another program; `change` translates its text."""
     path = local_path(name)
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)
-    return _reported(lambda: _parsed_file(path, source, findings), source, findings)
+    return _reported(lambda: _parsed_file(path, source, findings, change), source, findings)
 
 
 def _reported(parse: Callable[[], Node], source: Source, findings: Diagnostics) -> Node | None:
@@ -154,7 +154,7 @@ def _reported(parse: Callable[[], Node], source: Source, findings: Diagnostics) 
     return tree if len(findings.problems) == before else None
 
 
-def _parsed_file(path: Path, source: Source, findings: Diagnostics) -> Node:
+def _parsed_file(path: Path, source: Source, findings: Diagnostics, change: Callable[[str], str] | None) -> Node:
     """Return the mapping in a file.
 
     Raises:
@@ -180,6 +180,8 @@ def _parsed_file(path: Path, source: Source, findings: Diagnostics) -> Node:
         words = f"the file has more than {MAX_BYTES} bytes, which is too much for a configuration."
         raise UnreadableError(source, words)
     tree = parse(text, source, findings)
+    if change is not None:
+        tree = parse(change(text), source, findings)
     if not entries(tree):
         words = f"this is not a mapping of names to values: give one or more of {', '.join(KEYS)}."
         findings.add(tree.source, words)

@@ -55,6 +55,7 @@ class Recipe:
     """The source of each of the trainer's arguments."""
     run_dir: Path | None = None
     """The directory of the run whose own configuration this is."""
+    trainer_class: Callable[..., Trainer] = Trainer
 
     def add_callback(self, cls: type[Callback]) -> None:
         """Add a callback of this class, unless there is one already."""
@@ -84,7 +85,7 @@ class Recipe:
         arguments = {name: _try(partial(instantiate, value), found) for name, value in self.trainer.items()}
         found.report()
         try:
-            trainer = Trainer(**arguments)
+            trainer = self.trainer_class(**arguments)
         except ConfigError as error:
             found.problems += with_source(error.problems, self.sources)
             found.report()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
+from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -160,7 +161,7 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | IOBase,
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,

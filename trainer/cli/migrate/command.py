@@ -10,16 +10,12 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.disk import atomic_file
 from trainer.cli.main import usage_error
-from trainer.cli.migrate.names import RENAMED, lightning_root
+from trainer.cli.migrate.names import RENAMED, Finding, lightning_root
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import printable, require_package
-
-if TYPE_CHECKING:
-    from trainer.cli.migrate.decisions import Finding
 
 EXAMPLES = """\
 What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
@@ -130,7 +126,6 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     Raises:
         ValueError, LookupError, RecursionError, ParserSyntaxError, YAMLError: the file cannot be read.
     """
-    from trainer.cli.migrate.decisions import Finding
     from trainer.cli.migrate.python_files import migrate_python
     from trainer.cli.migrate.yaml_files import migrate_yaml
 
@@ -193,5 +188,6 @@ def _show(file: Path, old: bytes, new: bytes) -> None:
 def _report(files: int, changed: int, places: list[str], write: bool) -> None:
     if places:
         print("\nTo decide by hand:", *(f"  {printable(place)}" for place in places), sep="\n")
+        print("Or change nothing: `trainer run-as-lightning SCRIPT` runs a script of Lightning's as it is.")
     done = "changed" if write else "would change with --write"
     print(f"\nfiles that name Lightning or this package: {files}; {done}: {changed}; to decide by hand: {len(places)}")

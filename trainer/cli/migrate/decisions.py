@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, argument_words, lightning_root
+from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, Finding, argument_words, lightning_root, mode_words
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
+from trainer.settings import ARGUMENTS
 
 OPTIMIZER_IDX = (
     "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
@@ -46,18 +47,32 @@ PARAMETERS: dict[tuple[str, str], str] = {
 MEMBERS = {kind: {**WORDS.get(kind, {}), **former_names.MEMBERS.get(kind, {})} for kind in WORDS}
 """Lightning's class -> attributes that are not here -> what to use instead."""
 
-OF_A_TRAINER = re.compile(r"(?!(self\.)?(cfg|conf|config|args|opt|hparams)\.)(.*\.)?_?trainer")
-"""The names under which a script has its trainer: the last word, but for the entries of configurations."""
+OF_A_TRAINER = re.compile(r"((self|cli|(self\.)?\w*(model|module|net))\.)?\w*trainer")
+"""Names of trainers: variables, and attributes of modules, callbacks and the like, but not of configurations."""
+
+A_CHECKPOINT = re.compile(
+    r"(best|last)_model_path|\.ckpt\b|(ckpt|checkpoint)s?(_?(path|file|name|filename))?s?\b(?!\(|\.(txt|json|ya?ml|csv))",
+    re.IGNORECASE,
+)
+"""Texts in an expression for the path of a checkpoint."""
+USE_OF_A_FILE = re.compile(
+    r"((\w+\.)*(\w*load|open)|os\.(remove|unlink|rename|replace|link|symlink|stat|path\.(isfile|getsize))"
+    r"|shutil\.(copy\w*|move)|glob|endswith|(.*\.)?(unlink|is_file|read_bytes|rename|\w*glob|endswith"
+    r"|\w*upload\w*|log_artifacts?|log_model|log_asset|add_file))"
+)
+"""Functions that read, copy, move, remove, test or find a file."""
+ONE_FILE = (
+    "a checkpoint is a folder here: use ModelCheckpoint(single_file=True), or save_checkpoint(path, single_file=True), "
+    "to write one file that torch.load reads"
+)
+NOT_SET = {*ARGUMENTS, "model", "optimizers", "datamodule", "loggers", "ckpt_path"} - {"accumulate_grad_batches"}
+"""Attributes of a Trainer that cannot be set here."""
+KEPT_IN_MEMORY = "values that are not data, such as classes and modules, are not in checkpoints: make them again there"
+LOGS = re.compile(r"(\S*/)?lightning_logs(/\S*)?")
+LOGS_HERE = "the runs are in runs/ here, or below the logger's save_dir and name: use trainer.log_dir, or that folder"
+FIRST_ARGUMENT = {"EarlyStopping": "monitor"}
 
 MODULE_NAME = re.compile(r"(pytorch_lightning|lightning_fabric|lightning\.(pytorch|fabric))(\.\w+)*")
-
-
-class Finding(NamedTuple):
-    """A place that a person must decide about."""
-
-    line: int
-    what: str
-    todo: str
 
 
 def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) -> list[Finding]:
@@ -82,6 +97,12 @@ class _DecisionFinder(cst.CSTVisitor):
         """Names that each enclosing class defines; None for a class that does not derive from Lightning's."""
         self.function = ""
         """The method of a class of Lightning's that is being read."""
+        self.trainers: set[str | None] = set()
+        """Names to which a Trainer is assigned."""
+        self.checkpoints: set[str | None] = set()
+        """Names for the path of a checkpoint, or for what has been read of one."""
+        self.of_loggers: set[cst.CSTNode] = set()
+        """Arguments of loggers, which may be any folder."""
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = get_full_name_for_node(node.module) if node.module else ""
@@ -100,6 +121,7 @@ class _DecisionFinder(cst.CSTVisitor):
         self.classes.pop()
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.checkpoints.clear()  # another function's names
         if self.classes[-1] is None:
             return
         self.function = node.name.value
@@ -115,9 +137,19 @@ class _DecisionFinder(cst.CSTVisitor):
         if key in RETURNED and self.function.endswith(("_step", "_end")):
             self._add(node, f"{self.function}: {{{key!r}: ...}}", f"use {RETURNED[key]}")
 
+    def visit_Assign(self, node: cst.Assign) -> None:
+        targets = {get_full_name_for_node(one.target) for one in node.targets}
+        if isinstance(node.value, cst.Call) and self._path(node.value.func).endswith(".Trainer"):
+            self.trainers |= targets
+        if get_full_name_for_node(node.value) == "torch.load" or self._names_checkpoint(node.value):
+            self.checkpoints |= targets
+
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if get_full_name_for_node(node.target) == "truncated_bptt_steps":
+        owner, _, name = (get_full_name_for_node(node.target) or "").rpartition(".")
+        if (owner, name) == ("", "truncated_bptt_steps"):
             self._report_member(node, "LightningModule", "self", "truncated_bptt_steps")
+        if name in NOT_SET and (owner in self.trainers or OF_A_TRAINER.fullmatch(owner)):
+            self._add(node, f"{owner}.{name} = ...", "give it as an argument, of Trainer, fit or Tuner")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
@@ -125,33 +157,46 @@ class _DecisionFinder(cst.CSTVisitor):
         own = self.classes[-1]
         if path:
             self._report_path(node, path)
-        elif OF_A_TRAINER.fullmatch(written):
+        elif written in self.trainers or OF_A_TRAINER.fullmatch(written):
             self._report_member(node, "Trainer", written, name)
         elif written == "self" and own is not None and name not in {*own, *HOOKS}:
             self._report_member(node, "LightningModule", written, name)
 
     def visit_Call(self, node: cst.Call) -> None:
         called, path = get_full_name_for_node(node.func) or "", self._path(node.func)
-        if called.endswith(".link_arguments"):
-            instead = "a reference in the configuration, ${data.NAME}, to a value in it or an attribute of the object"
-            self._add(node, "link_arguments", f"use {instead}")
         kind = path.rpartition(".")[2]
+        given: dict[str, object] = {}
+        self.of_loggers |= {arg.value for arg in node.args if kind.endswith("Logger")}
         for arg in node.args:
             name, line = arg.keyword.value if arg.keyword else "", self.get_metadata(PositionProvider, arg).start.line
-            words = argument_words(kind, name, _literal(arg.value))
+            value = given.setdefault(name or FIRST_ARGUMENT.get(kind, ""), _literal(arg.value))
+            words = argument_words(kind, name, value)
             if words is not None and (line, name) not in self.rewritten:
                 self._add(arg, f"{kind}({name}=)", f"use {words}")
+        if called.endswith("hparams.update"):
+            self._add(node, called, KEPT_IN_MEMORY)
+        if called.endswith(".link_arguments") and "compute_fn" in given:
+            self._add(node, "link_arguments(compute_fn=)", "use a property of the data module, linked without it")
+        if (words := mode_words(kind, given)) is not None:
+            self._add(node, f"{kind}(monitor=)", f"use {words}")
+        if called.endswith(".save_checkpoint"):
+            self.checkpoints |= {get_full_name_for_node(arg.value) for arg in node.args}
+        elif USE_OF_A_FILE.fullmatch(called) and self._names_checkpoint(node):
+            self._add(node, f"{called.removeprefix('None.')}(...)", ONE_FILE)
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
-        read = get_full_name_for_node(node.value.func) if isinstance(node.value, cst.Call) else None
-        if read == "torch.load" and cst.Module([]).code_for_node(node).endswith(("'state_dict']", '"state_dict"]')):
-            words = "Module.load_from_checkpoint(path), or `trainer checkpoint export` for one file of weights"
-            self._add(node, "torch.load(...)['state_dict']", f"a checkpoint is a folder here: use {words}")
+        read = get_full_name_for_node(node.value)
+        if read in {"torch.load", *self.checkpoints} and _code(node).endswith(("'state_dict']", '"state_dict"]')):
+            self._add(node, f"{read}['state_dict']", ONE_FILE)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if MODULE_NAME.fullmatch(str(node.raw_value)):
             words = "the name of a package in a string: write the one of this package if it is meant"
             self._add(node, node.value, words)
+        self._report_folder(node, str(node.raw_value))
+
+    def visit_FormattedStringText(self, node: cst.FormattedStringText) -> None:
+        self._report_folder(node, node.value)
 
     def visit_Annotation(self, node: cst.Annotation) -> bool:
         return not isinstance(node.annotation, cst.SimpleString)  # whose names are still bound
@@ -159,6 +204,15 @@ class _DecisionFinder(cst.CSTVisitor):
     def _path(self, node: cst.CSTNode) -> str:
         """Return the path in Lightning or in this package that an expression has been imported from."""
         return imported_path(self.get_metadata(QualifiedNameProvider, node, ()))
+
+    def _names_checkpoint(self, node: cst.CSTNode) -> bool:
+        """Whether an expression has the path of a checkpoint in it."""
+        code = _code(node)
+        return bool(A_CHECKPOINT.search(code)) or not self.checkpoints.isdisjoint(re.findall(r"\w+", code))
+
+    def _report_folder(self, node: cst.CSTNode, text: str) -> None:
+        if LOGS.fullmatch(text) and node not in self.of_loggers:
+            self._add(node, repr(text), LOGS_HERE)
 
     def _report_path(self, node: cst.CSTNode, path: str) -> None:
         before, _, name = path.rpartition(".")
@@ -192,10 +246,14 @@ def imported_path(names: Iterable[Any]) -> str:
     return next((path for path in paths if lightning_root(path) or path.startswith("trainer.")), "")
 
 
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
 def _literal(node: cst.BaseExpression) -> object:
     """Return the value of a literal; an ellipsis for any other expression."""
     try:
-        return literal_eval(cst.Module([]).code_for_node(node))
+        return literal_eval(f"({_code(node)})")  # in brackets, because it may have several lines
     except ValueError:
         return ...
 

@@ -27,6 +27,7 @@ NAMES = {
         "Trainer(precision='16-mixed')",
     ),
     **dict.fromkeys(("GPUStatsMonitor", "XLAStatsMonitor"), "trainer.callbacks.DeviceStatsMonitor"),
+    "LightningLoggerBase": "trainer.logger.Logger",
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
 }
 """Names that modules exported."""
@@ -55,6 +56,10 @@ MEMBERS: dict[str, dict[str, str]] = {
         "test_dataloaders": "self.trainer.test_dataloaders",
         "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
         "optimizer_idx": "automatic_optimization = False, and self.optimizers() in training_step",
+        **{
+            f"{one}_dataloader": f"self.trainer.datamodule.{one}_dataloader, if the module itself does not define it"
+            for one in ("train", "val", "test", "predict")
+        },
     },
     "LightningDataModule": dict.fromkeys(
         ("add_argparse_args", "from_argparse_args"), "`trainer fit --config FILE --data.NAME VALUE`"
@@ -73,8 +78,11 @@ MEMBERS: dict[str, dict[str, str]] = {
             ("auto_scale_batch_size", "scale_batch_size"), "trainer.tuner.Tuner(trainer).scale_batch_size(module)"
         ),
         **dict.fromkeys(("use_amp", "amp_backend", "amp_level"), "trainer.precision.name"),
-        "add_argparse_args": "`trainer fit --config FILE --trainer.NAME VALUE`, or argparse with Trainer(**vars(args))",
-        "from_argparse_args": "Trainer(**{name: value for name, value in vars(args).items() if value is not None})",
+        "add_argparse_args": "parser.add_argument for the arguments that are used, or `trainer fit --config FILE`",
+        "from_argparse_args": (
+            "Trainer(**{name: value for name, value in vars(args).items() if value is not None and name in "
+            "inspect.signature(Trainer.__init__).parameters})"
+        ),
         **dict.fromkeys(
             (
                 *("resume_from_checkpoint", "resume_checkpoint_path", "tested_ckpt_path"),

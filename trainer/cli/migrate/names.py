@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
+from trainer.compat.finder import module_of_lightning
 from trainer.config.plug_names import callbacks
+from trainer.metrics.monitor import implied_mode
 from trainer.names import misses
 
 NAMES = {**former_names.NAMES, **names.NAMES}
@@ -47,8 +50,12 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "gradient_clip": "gradient_clip_val",
     },
     "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
+    "fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
+    "validate": {"val_dataloaders": "dataloaders"},
+    "test": {"test_dataloaders": "dataloaders"},
 }
-"""Lightning's class -> an argument of an earlier version -> its name now, with the same values."""
+"""Lightning's class, or method of a Trainer -> an argument of an earlier version -> its name now, with the same values.
+"""
 
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),
@@ -89,6 +96,14 @@ NAME_HERE = re.compile(r"([^ ]*:[^ ]*)?")
 UNKNOWN = "one of the names of docs/lightning-names.md: this one is not here"
 
 
+class Finding(NamedTuple):
+    """A place that a person must decide about."""
+
+    line: int
+    what: str
+    todo: str
+
+
 class Place(NamedTuple):
     """A place here of a name or module of Lightning's, or what to use instead."""
 
@@ -110,6 +125,14 @@ def argument_words(kind: str, name: str, value: object) -> str | None:
     return "nothing: leave it out" if value is None else words
 
 
+def mode_words(kind: str, given: Mapping[str, object]) -> str | None:
+    """Return what to give for the mode of a callback; None: it may stay, or is not known."""
+    expected = implied_mode(str(given.get("monitor")))
+    is_taken = given.get("mode", expected) in (("min", "max", ...) if "mode" in given else ("min", None))
+    is_monitor = kind in ("ModelCheckpoint", "EarlyStopping")
+    return "mode='max', or mode='min' if smaller is better" if is_monitor and not is_taken else None
+
+
 def lightning_root(path: str) -> str | None:
     """Return the package of Lightning's that a dotted path belongs to; None for other paths."""
     return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
@@ -127,8 +150,8 @@ def module_here(path: str) -> Place:
         inside = inside.rpartition(".")[0]
     if not inside:
         return Place("trainer")
-    at = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    here = inside.removeprefix("fabric.") in names.MODULES.split() or at.is_dir() or at.with_suffix(".py").is_file()
+    place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
+    here = module_of_lightning(f"trainer.{inside}") or place.is_dir() or place.with_suffix(".py").is_file()
     return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
 
 

@@ -9,8 +9,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider
 
-from trainer.cli.migrate.decisions import Finding, decisions, imported_path
-from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, lightning_root, module_here, name_here
+from trainer.cli.migrate.decisions import OF_A_TRAINER, decisions, imported_path
+from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, Finding, lightning_root, module_here, name_here
 from trainer.compat.names import EXPORTS
 
 WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))
@@ -143,7 +143,8 @@ class _Rewriter(cst.CSTTransformer):
     # ------------------------------------------------------------------ arguments
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        kind = self._path(original_node.func).rpartition(".")[2]
+        owner, _, method = str(get_full_name_for_node(original_node.func)).rpartition(".")
+        kind = method if OF_A_TRAINER.fullmatch(owner) else self._path(original_node.func).rpartition(".")[2]
         if kind not in ARGUMENTS:
             return updated_node
         given = {arg.keyword.value for arg in updated_node.args if arg.keyword}

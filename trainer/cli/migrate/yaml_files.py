@@ -10,8 +10,16 @@ from collections.abc import Iterator
 import yaml
 from yaml.constructor import SafeConstructor
 
-from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, VALUES, Place, argument_words, lightning_root, name_here
+from trainer.cli.migrate.names import (
+    ARGUMENTS,
+    VALUES,
+    Finding,
+    Place,
+    argument_words,
+    lightning_root,
+    mode_words,
+    name_here,
+)
 from trainer.config.files import TAG, plain_value
 from trainer.config.tree import KEYS
 
@@ -51,15 +59,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
+def migrate_yaml(text: str, of_cli: bool = False) -> tuple[str, list[Finding]]:
     """Return a file of YAML or JSON in this package's names, and what a person must decide in it.
+
+    Args:
+        of_cli: it is a file of LightningCLI, whatever its keys are.
 
     Raises:
         yaml.YAMLError: the file is not YAML.
     """
     values = _Rewriter(text)
     for document in _documents(text):
-        if _is_of_cli(document) and "module" not in _entries(document):
+        if (of_cli or _is_of_cli(document)) and "module" not in _entries(document):
             values.rewrite_plain_values(document)
     text = values.changed()  # first, because lines with such values may be moved
     rewriter = _Rewriter(text)
@@ -157,6 +168,8 @@ class _Rewriter:
     def _rewrite_arguments(self, kind: str, mappings: list[yaml.Node]) -> None:
         """Rewrite the arguments of a class in these mappings."""
         for arguments, given in [(mapping, _entries(mapping)) for mapping in mappings]:
+            if (words := mode_words(kind, {name: _plain(value) for name, (_, value) in given.items()})) is not None:
+                self._add(arguments, f"{kind}(monitor=)", f"use {words}")
             for name, (key, value) in given.items():
                 new = ARGUMENTS.get(kind, {}).get(name)
                 if new is not None and new not in given:
