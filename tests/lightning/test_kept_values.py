@@ -1,0 +1,100 @@
+"""What callbacks keep for their user to read has the names and values that Lightning's have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
+
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, base_of, loader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Configure = Callable[[Any], Any]
+
+
+def fitted(library: Library, folder: Path, configure: Configure, callbacks: list[Any], **settings: Any) -> Any:
+    """Return the Trainer after a fit of a module whose optimizers `configure` makes."""
+    net = type("Net", (base_of(library, Record()),), {"configure_optimizers": configure})
+    off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    settings = {"max_epochs": 2, "log_every_n_steps": 1, **settings}
+    trainer = library.Trainer(
+        accelerator="cpu", devices=1, default_root_dir=folder / library.name, callbacks=callbacks, **off, **settings
+    )
+    trainer.fit(net(), loader(), loader(seed=8))
+    return trainer
+
+
+def plain(module: Any) -> Any:
+    return torch.optim.Adam(module.parameters(), lr=0.1)
+
+
+def by_epoch(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+def by_step(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = {"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step", "name": "rate"}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def groups(module: Any) -> Any:
+    parts = [{"params": module.body.parameters(), "lr": 0.2, "name": "body"}, {"params": module.head.parameters()}]
+    optimizer = torch.optim.AdamW(parts, lr=0.1)
+    return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+def asgd(module: Any) -> Any:
+    return torch.optim.ASGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("configure", [plain, by_epoch, by_step, groups, asgd])
+@pytest.mark.parametrize("every", [1, 3])
+def test_rates_that_the_monitor_keeps(configure: Configure, interval: str, every: int, tmp_path: Path) -> None:
+    kept = []
+    for library in (OURS, LIGHTNING):
+        monitor = library.LearningRateMonitor(logging_interval=interval, log_momentum=True, log_weight_decay=True)
+        before = monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values
+        fitted(library, tmp_path, configure, [monitor], log_every_n_steps=every)
+        kept.append((before, monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values))
+    assert kept[0] == kept[1]
+    assert [*kept[0][1]] == [*kept[1][1]]
+
+
+@pytest.mark.parametrize("configure", [by_epoch, by_step, groups])
+def test_rates_of_an_interval_that_follows_from_the_schedule(configure: Configure, tmp_path: Path) -> None:
+    kept = []
+    for library in (OURS, LIGHTNING):
+        monitor = library.LearningRateMonitor()
+        fitted(library, tmp_path, configure, [monitor], accumulate_grad_batches=2)
+        kept.append((monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values))
+    assert kept[0] == kept[1]
+
+
+def test_rates_of_a_group_that_is_added_later(tmp_path: Path) -> None:
+    def body_alone(module: Any) -> Any:
+        return torch.optim.SGD(module.body.parameters(), lr=0.1)
+
+    kept = []
+    for library in (OURS, LIGHTNING):
+
+        class Later(library.Callback):  # type: ignore[misc, name-defined]
+            def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.current_epoch == 1:
+                    group = {"params": list(pl_module.head.parameters()), "lr": 0.5}
+                    trainer.optimizers[0].add_param_group(group)
+
+        monitor = library.LearningRateMonitor(logging_interval="step")
+        fitted(library, tmp_path, body_alone, [Later(), monitor])
+        kept.append(monitor.lrs)
+    assert kept[0] == kept[1]
