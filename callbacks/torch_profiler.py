@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import profile, schedule
 
 from trainer.arguments import NonNegativeInt, PositiveInt, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
+from trainer.errors import raise_problems
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -35,73 +39,112 @@ class TorchProfiler(Profiler):
     steps; then the next one starts. Recording slows the steps down; waiting costs some microseconds for the names, and
     less after the last recording.
 
+    Without a Trainer all that happens between the first action and `describe` is recorded.
+
     Args:
+        dirpath: folder of the files. Default: `profile` in the run directory.
+        filename: write the last table to the file of this name, too; see `Profiler`.
         wait: steps before a recording; caches should be filled and code compiled by its end.
         warmup: steps to warm the profiler up.
         active: steps in a recording. Each one takes megabytes in the file.
         repeat: recordings; 0: until the end of the run.
+        schedule: function of the step's index that returns a `torch.profiler.ProfilerAction`, instead of those four.
+        on_trace_ready: function of the `torch.profiler.profile` that has recorded, instead of writing the files.
+        export_to_chrome: write traces; False: only tables.
+        row_limit: lines of the table of operators; -1: all.
+        sort_by_key: sort the table by this attribute, such as "cpu_time_total". Default: the operators' own time.
+        group_by_input_shapes: a line for each operator and shapes of inputs; needs `record_shapes`.
+        table_kwargs: further arguments of the table, such as `max_name_column_width`.
+        activities: list of `torch.profiler.ProfilerActivity`. Default: all that there are.
         record_shapes: record the shapes of the operators' inputs.
         profile_memory: record each allocation of memory.
         with_stack: record the lines of Python that called the operators. Slow.
         with_flops: estimate the floating-point operations of matrix products and convolutions.
-        dirpath: folder of the files. Default: `profile` in the run directory.
-        rows: lines of the table of operators.
+
+    Raises:
+        ConfigError: the table has no such key or argument.
     """
 
     def __init__(
         self,
         dirpath: str | Path | None = None,
+        filename: str | None = None,
         *,
         wait: NonNegativeInt = 5,
         warmup: NonNegativeInt = 2,
         active: PositiveInt = 3,
         repeat: NonNegativeInt = 1,
+        schedule: Callable[[int], Any] | None = None,
+        on_trace_ready: Callable[[Any], Any] | None = None,
+        export_to_chrome: bool = True,
+        row_limit: int = 30,
+        sort_by_key: str | None = None,
+        group_by_input_shapes: bool = False,
+        table_kwargs: dict[str, Any] | None = None,
+        activities: list[Any] | None = None,
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
         with_flops: bool = False,
-        rows: PositiveInt = 30,
     ) -> None:
-        self.wait, self.warmup, self.active, self.repeat, self.rows = wait, warmup, active, repeat, rows
+        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        self.schedule, self.on_trace_ready, self.export_to_chrome = schedule, on_trace_ready, export_to_chrome
+        self.sort_by_key, self.group_by_input_shapes = sort_by_key, group_by_input_shapes
+        self.table_options = {"row_limit": row_limit, **(table_kwargs or {})}
         self.options: dict[str, Any] = {
+            "activities": activities,
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        super().__init__(dirpath)
+        _refuse_options(sort_by_key, table_kwargs or {})
+        super().__init__(dirpath, filename)
         self.traces: list[Path] = []
         """The traces that this process has written."""
         self._profile: profile | None = None
         self._open: list[tuple[str, Any]] = []
-        self._folder = Path()
-        self._rank = self._step = 0
+        self._folder = self.dirpath
+        self._table = ""
+        self._recordings = self._step = 0
 
-    def begin_phase(self, name: str) -> None:
-        """Give what follows the name of the phase in the trace."""
+    def start(self, action_name: str) -> None:
+        """Give what follows the name of the action in the trace."""
+        if self._profile is None and self._stage is None:  # without a Trainer
+            self._record(None)
         if self._profile is None:
             return
-        label = record_function(name)
+        label = record_function(action_name)
         label.__enter__()
-        self._open.append((name, label))
+        self._open.append((action_name, label))
 
-    def end_phase(self, name: str) -> None:
-        """End the phase, and all that began inside it."""
-        began = [phase for phase, _ in self._open]
-        while name in began:
+    def stop(self, action_name: str) -> None:
+        """End the action, and all that began inside it."""
+        began = [action for action, _ in self._open]
+        while action_name in began:
             label = self._open.pop()[1]
             label.__exit__(None, None, None)
-            if began.pop() == name:
+            if began.pop() == action_name:
                 return
+
+    def summary(self) -> str:
+        return self._table
+
+    def describe(self) -> None:
+        self._close()
+        super().describe()
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.traces.clear()
+        self._table, self._recordings = "", 0
         self._folder = self.dirpath or trainer.run_dir / "profile"
         if self.dirpath is None:
             refuse_link(self._folder)
-        self._rank = trainer.rank
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
-        self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)
+        self._record(self.schedule or steps)
+
+    def _record(self, steps: Callable[[int], Any] | None) -> None:
+        self._profile = profile(schedule=steps, on_trace_ready=self._take, **self.options)
         self._profile.start()
 
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -113,17 +156,21 @@ class TorchProfiler(Profiler):
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
             running.step()
         self._profile = running
-        if self.repeat and len(self.traces) == self.repeat:
+        if self.schedule is None and self._recordings == self.repeat != 0:
             self._close()
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._close()
-        if not self.traces and not trainer.settings.fast_dev_run:
+        if not self._recordings and not trainer.settings.fast_dev_run:
             log.warning(
-                "TorchProfiler has recorded nothing: a recording takes wait + warmup + active = %d steps, and the run "
-                "ended before. Make wait smaller.",
+                "TorchProfiler has recorded nothing: a recording takes wait + warmup + active = %d steps, or those of "
+                "schedule=, and the run ended before. Make wait smaller.",
                 self.wait + self.warmup + self.active,
             )
+
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        if self.filename is not None:  # otherwise the table is in its file already
+            super().teardown(trainer, pl_module, stage)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         """Write what was recorded until the exception."""
@@ -135,20 +182,42 @@ class TorchProfiler(Profiler):
             running.stop()
             self._open.clear()
 
-    def _write(self, recorded: profile) -> None:
-        make_folder(self._folder, "TorchProfiler(dirpath=...)")
-        path = self._folder / f"rank{self._rank}.{self._step}.pt.trace.json.gz"
-        averages = recorded.key_averages()
+    def _take(self, recorded: profile) -> None:
+        """Take the results of a recording."""
+        averages = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
         by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        table = averages.table(sort_by=by, row_limit=self.rows)
+        self._table = averages.table(sort_by=self.sort_by_key or by, **self.table_options)
+        self._recordings += 1
+        if self.on_trace_ready is not None:
+            self.on_trace_ready(recorded)
+        elif self._folder is not None:
+            self._write(recorded, self._folder)
+
+    def _write(self, recorded: profile, folder: Path) -> None:
+        make_folder(folder, "TorchProfiler(dirpath=...)")
+        path = folder / f"rank{self._rank or 0}.{self._step}.pt.trace.json.gz"
         try:
-            with atomic_file(path) as temporary:
-                recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
-                os.replace(f"{temporary}.gz", temporary)
-            replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())
+            if self.export_to_chrome:
+                with atomic_file(path) as temporary:
+                    recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
+                    os.replace(f"{temporary}.gz", temporary)
+            replace_file(path.with_name(f"rank{self._rank or 0}.{self._step}.txt"), self._table.encode())
         except OSError as error:
             log.warning("cannot write %s (%s): training continues without it.", path, reason(error))
             return
-        self.traces.append(path)
-        if self._rank == 0:
-            log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)
+        if self.export_to_chrome:
+            self.traces.append(path)
+            if not self._rank:
+                log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)
+
+
+def _refuse_options(sort_by_key: str | None, table_kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError for options that torch's table would refuse at the end of a recording."""
+    problems = []
+    if sort_by_key is not None and not hasattr(FunctionEventAvg(), sort_by_key.replace("cuda", "device")):
+        problems.append(f"TorchProfiler(sort_by_key={sort_by_key!r}): give an attribute such as 'cpu_time_total'.")
+    allowed = {*signature(EventList.table).parameters} - {"self", "sort_by", "row_limit"}
+    if wrong := {*table_kwargs} - allowed:
+        given, names = (", ".join(sorted(one)) for one in (wrong, allowed))
+        problems.append(f"TorchProfiler(table_kwargs=...) has {given}. Its keys may be {names}.")
+    raise_problems(problems, "TorchProfiler's arguments")

@@ -104,6 +104,56 @@ def test_after_an_error_what_there_is_is_written() -> None:
 def test_mistakes() -> None:
     with raises_recorded(ConfigError):
         TorchProfiler(wait=-1, active=0)
+    with raises_recorded(ConfigError):
+        TorchProfiler(sort_by_key="price", table_kwargs={"width": 3, "sort_by": "x"})
+
+
+def test_a_schedule_a_handler_and_a_table_as_in_lightning(tmp_path: Path) -> None:
+    taken: list[Any] = []
+    profiler = TorchProfiler(
+        dirpath=tmp_path / "ops",
+        filename="ops",
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2),
+        on_trace_ready=lambda recorded: taken.append(recorded.key_averages()),
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        record_shapes=True,
+        group_by_input_shapes=True,
+        sort_by_key="cpu_time_total",
+        row_limit=5,
+        table_kwargs={"max_name_column_width": 20},
+    )
+    quiet(max_epochs=1, profiler=profiler).fit(Toy(), loader(10))
+    assert len(taken) == 2
+    assert not profiler.traces
+    assert [path.name for path in (tmp_path / "ops").iterdir()] == ["fit-ops.txt"]
+    table = (tmp_path / "ops" / "fit-ops.txt").read_text()
+    assert "Input Shapes" in table
+    assert table.count("\n") < 20
+
+
+def test_tables_without_traces(tmp_path: Path) -> None:
+    profiler = TorchProfiler(dirpath=tmp_path / "ops", wait=0, warmup=1, active=1, export_to_chrome=False)
+    quiet(max_epochs=1, profiler=profiler).fit(Toy(), loader(3))
+    assert [path.name for path in (tmp_path / "ops").iterdir()] == ["rank0.2.txt"]
+
+
+def test_without_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = TorchProfiler(row_limit=-1)
+    with profiler.profile("outer"):
+        torch.ones(3)
+        with profiler.profile("inner"):
+            torch.ones(3).sum()
+    profiler.describe()
+    printed = capsys.readouterr().out
+    assert {"outer", "inner", "aten::sum"} <= {line.split()[0] for line in printed.splitlines() if line.strip()}
+    with TorchProfiler(dirpath=tmp_path).profile("alone"):
+        pass
+    profiler = TorchProfiler(dirpath=tmp_path)
+    profiler.start("it")
+    torch.ones(3).sum()
+    profiler.stop("it")
+    profiler.describe()
+    assert named(profiler.traces[0])["it"] == 1
 
 
 def on_a_process(folder: str) -> list[str]:

@@ -284,21 +284,10 @@ WORDS: dict[str, dict[str, str]] = {
             ("log_audio", "log_video"), "self.logger.experiment.log({key: wandb.Video(...)}), or wandb.Audio"
         ),
     },
-    "AdvancedProfiler": {
-        "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)"
-    },
     "PyTorchProfiler": {
         "function_events": "the table next to the trace in `profile/` of the run directory",
-        "(filename)": "dirpath=",
-        "(group_by_input_shapes)": "record_shapes=True",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
-        **dict.fromkeys(
-            ("(export_to_chrome)", "(row_limit)", "(sort_by_key)", "(table_kwargs)"),
-            "nothing: traces are always written, and a table of the most expensive operators",
-        ),
         "(record_module_names)": "with_stack=True",
-        "(schedule)": "wait=, warmup=, active= and repeat=",
-        "(on_trace_ready)": "dirpath=, the folder of the traces",
     },
     "Engine": _ENGINE,
     "TensorBoardLogger": dict.fromkeys(("(flush_secs)", "(max_queue)"), "flush_seconds="),
@@ -418,7 +407,6 @@ THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
 """Our class -> Lightning's name for it, where that is another one."""
 
 FURTHER_ARGUMENTS = {
-    "AdvancedProfiler": "dump_stats",
     "LambdaCallback": (
         "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
         "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
@@ -431,8 +419,7 @@ FURTHER_ARGUMENTS = {
     ),
     "ModelCheckpoint": "enable_version_counter",
     "PyTorchProfiler": (
-        "filename group_by_input_shapes emit_nvtx export_to_chrome row_limit sort_by_key record_module_names "
-        "table_kwargs"
+        "group_by_input_shapes emit_nvtx export_to_chrome row_limit sort_by_key record_module_names table_kwargs"
     ),
 }
 """Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
@@ -584,12 +571,7 @@ STRATEGY_OPTIONS = {
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {"barebones": (False,), "model_registry": (None,), "enable_autolog_hparams": (True,)},
     "ModelCheckpoint": {"enable_version_counter": (True,)},
-    "AdvancedProfiler": {"dump_stats": (False,)},
-    "PyTorchProfiler": {
-        **dict.fromkeys(("filename", "sort_by_key", "table_kwargs"), (None,)),
-        **dict.fromkeys(("group_by_input_shapes", "emit_nvtx"), (False,)),
-        **dict.fromkeys(("export_to_chrome", "record_module_names"), (True,)),
-    },
+    "PyTorchProfiler": {"emit_nvtx": (False,), "record_module_names": (True,)},
 }
 """Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.
 """
