@@ -23,6 +23,7 @@ from trainer.callbacks import (
     LambdaCallback,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    TorchProfiler,
     TQDMProgressBar,
 )
 from trainer.compat.names import HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, VIEWED, WORDS
@@ -112,11 +113,14 @@ def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> No
     stopping = EarlyStopping("val_loss", 0.0, 3, True, "max")
     assert (stopping.verbose, stopping.mode) == (True, "max")
     assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
-    AdvancedProfiler(tmp_path, "name", 1.0, False)
+    assert AdvancedProfiler(tmp_path, "name", 1.0, True).dump_stats
+    table = TorchProfiler(tmp_path, "name", True, False, False, 7, "count", True, {"header": "x"})
+    assert (table.group_by_input_shapes, table.export_to_chrome, table.sort_by_key) == (True, False, "count")
+    assert table.table_options == {"row_limit": 7, "header": "x"}
     with raises_recorded(ArgumentError):
-        AdvancedProfiler(tmp_path, "name", 1.0, True)
+        TorchProfiler(tmp_path, "name", True, True)
     with raises_recorded(ArgumentError):
-        AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
+        TorchProfiler(tmp_path, "name", True, False, emit_nvtx=True)
     with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
     with raises_recorded(ArgumentError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.compat.accelerators import accelerator_of
 from trainer.compat.names import BESIDE_VIEWS
 from trainer.data.combined_loader import CombinedLoader
 from trainer.names.aliases import Alias
@@ -234,7 +235,8 @@ class _Planned:
         return getattr(self._strategy, name)
 
 
-VIEWS: dict[str, Callable[[Trainer], View]] = {
+VIEWS: dict[str, Callable[[Trainer], Any]] = {
+    "accelerator": lambda trainer: accelerator_of(trainer.config.device_type),
     "fit_loop": lambda trainer: FitLoop("fit_loop", trainer=trainer, kind="train"),
     "validate_loop": lambda trainer: EvaluationLoop("validate_loop", trainer=trainer, kind="val"),
     "test_loop": lambda trainer: EvaluationLoop("test_loop", trainer=trainer, kind="test"),

@@ -91,11 +91,13 @@ NAMES: dict[str, str] = {
     "_AcceleratorConnector": "trainer.compat.inside:AcceleratorConnector",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
-    "CPUAccelerator": "Trainer(accelerator='cpu')",
-    "CUDAAccelerator": "Trainer(accelerator='cuda')",
-    "MPSAccelerator": "Trainer(accelerator='mps')",
-    "TPUAccelerator": "Trainer(accelerator='tpu')",
-    "XLAAccelerator": "Trainer(strategy='xla')",
+    **dict.fromkeys(
+        ("accelerators.Accelerator", "accelerators.accelerator.Accelerator"), "trainer.compat.accelerators:Accelerator"
+    ),
+    "CPUAccelerator": "trainer.compat.accelerators:CPUAccelerator",
+    "CUDAAccelerator": "trainer.compat.accelerators:CUDAAccelerator",
+    "MPSAccelerator": "trainer.compat.accelerators:MPSAccelerator",
+    **dict.fromkeys(("TPUAccelerator", "XLAAccelerator"), "trainer.compat.accelerators:XLAAccelerator"),
     "find_usable_cuda_devices": "trainer.compat.helpers:find_usable_cuda_devices",
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
@@ -245,7 +247,6 @@ WORDS: dict[str, dict[str, str]] = {
         "size": "an attribute of your own",
     },
     "Trainer": {
-        "accelerator": "trainer.device, the device of this process, or trainer.strategy",
         "distributed_sampler_kwargs": "trainer.readers and trainer.reader, for num_replicas and rank",
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
@@ -359,7 +360,7 @@ FORMER_HOOKS = {
 
 VIEWED = (
     *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
-    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector"),
+    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "accelerator"),
 )
 """Attributes of Lightning's Trainer of which `trainer.compat.inside` has a view."""
 
@@ -509,19 +510,24 @@ OTHER_PRECISIONS = {
 OTHER_STRATEGIES = {
     "dp": "'ddp'",
     "model_parallel": "'fsdp'",
-    "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
-    "ddp_fork": "'ddp': it starts its processes itself",
-    "ddp_spawn": "'ddp': it starts its processes itself",
-    "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
-    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
-    "ddp_find_unused_parameters_false": "'ddp'",
     "multi_gpu": "'ddp'",
     "fsdp2": "'fsdp'",
     **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
     "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
-    "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
+    **dict.fromkeys(("tpu", "single_tpu", "single_xla"), "'xla' or 'xla_fsdp', with accelerator='tpu'"),
 }
 """Names of other trainers' strategies -> the equivalent here."""
+
+SAME_STRATEGIES: dict[str, tuple[str, dict[str, bool]]] = {
+    f"ddp{launch}{end}": ("ddp", options)
+    for launch in ("", "_spawn", "_fork", "_notebook")
+    for end, options in {
+        "": {},
+        "_find_unused_parameters_false": {},
+        "_find_unused_parameters_true": {"find_unused_parameters": True},
+    }.items()
+} | {"fsdp_cpu_offload": ("fsdp", {"cpu_offload": True})}
+"""Lightning's names of strategies -> the name here, and its options."""
 
 ENGINE_ARGUMENTS = {
     **accelerate.ENGINE_ARGUMENTS,

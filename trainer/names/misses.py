@@ -90,6 +90,13 @@ def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
     return {name: words for name, words in words_in(table).items() if name in wanted}
 
 
+def same_strategy(name: str) -> tuple[str, dict[str, bool]]:
+    """Return the name here of a strategy that has another one in Lightning, and its options; else the name itself."""
+    from trainer.compat.names import SAME_STRATEGIES
+
+    return SAME_STRATEGIES.get(name, (name, {}))
+
+
 def is_default(kind: str, name: object, value: object) -> bool:
     """Whether an argument that a class does not have is given with Lightning's default, which changes nothing."""
     from trainer.compat.names import DEFAULTS, THEIRS
