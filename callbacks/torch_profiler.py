@@ -8,22 +8,25 @@ import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.autograd.profiler import record_function
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, schedule
 
 from trainer.arguments import NonNegativeInt, PositiveInt, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
-from trainer.errors import raise_problems
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+_CPU = Literal["count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"]
+_GPU = Literal["cuda_time", "cuda_time_total", "self_cuda_time_total", "cuda_memory_usage", "self_cuda_memory_usage"]
 
 
 class TorchProfiler(Profiler):
@@ -50,7 +53,6 @@ class TorchProfiler(Profiler):
         repeat: recordings; 0: until the end of the run.
         schedule: function of the step's index that returns a `torch.profiler.ProfilerAction`, instead of those four.
         on_trace_ready: function of the `torch.profiler.profile` that has recorded, instead of writing the files.
-        export_to_chrome: write traces; False: only tables.
         row_limit: lines of the table of operators; -1: all.
         sort_by_key: sort the table by this attribute, such as "cpu_time_total". Default: the operators' own time.
         group_by_input_shapes: a line for each operator and shapes of inputs; needs `record_shapes`.
@@ -62,7 +64,7 @@ class TorchProfiler(Profiler):
         with_flops: estimate the floating-point operations of matrix products and convolutions.
 
     Raises:
-        ConfigError: the table has no such key or argument.
+        ConfigError: the table has no such argument.
     """
 
     def __init__(
@@ -76,9 +78,8 @@ class TorchProfiler(Profiler):
         repeat: NonNegativeInt = 1,
         schedule: Callable[[int], Any] | None = None,
         on_trace_ready: Callable[[Any], Any] | None = None,
-        export_to_chrome: bool = True,
         row_limit: int = 30,
-        sort_by_key: str | None = None,
+        sort_by_key: _CPU | _GPU | None = None,
         group_by_input_shapes: bool = False,
         table_kwargs: dict[str, Any] | None = None,
         activities: list[Any] | None = None,
@@ -88,9 +89,9 @@ class TorchProfiler(Profiler):
         with_flops: bool = False,
     ) -> None:
         self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
-        self.schedule, self.on_trace_ready, self.export_to_chrome = schedule, on_trace_ready, export_to_chrome
+        self.schedule, self.on_trace_ready = schedule, on_trace_ready
         self.sort_by_key, self.group_by_input_shapes = sort_by_key, group_by_input_shapes
-        self.table_options = {"row_limit": row_limit, **(table_kwargs or {})}
+        self.row_limit, self.table_kwargs = row_limit, table_kwargs or {}
         self.options: dict[str, Any] = {
             "activities": activities,
             "record_shapes": record_shapes,
@@ -98,7 +99,13 @@ class TorchProfiler(Profiler):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        _refuse_options(sort_by_key, table_kwargs or {})
+        try:  # here, because torch refuses them at the end of a recording
+            signature(EventList.table).bind(None, sort_by=None, row_limit=0, **self.table_kwargs)
+        except TypeError:
+            raise ConfigError(
+                f"TorchProfiler(table_kwargs={table_kwargs!r}): give other arguments of torch's table, such as "
+                "max_name_column_width."
+            ) from None
         super().__init__(dirpath, filename)
         self.traces: list[Path] = []
         """The traces that this process has written."""
@@ -186,7 +193,7 @@ class TorchProfiler(Profiler):
         """Take the results of a recording."""
         averages = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
         by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        self._table = averages.table(sort_by=self.sort_by_key or by, **self.table_options)
+        self._table = averages.table(sort_by=self.sort_by_key or by, row_limit=self.row_limit, **self.table_kwargs)
         self._recordings += 1
         if self.on_trace_ready is not None:
             self.on_trace_ready(recorded)
@@ -197,27 +204,13 @@ class TorchProfiler(Profiler):
         make_folder(folder, "TorchProfiler(dirpath=...)")
         path = folder / f"rank{self._rank or 0}.{self._step}.pt.trace.json.gz"
         try:
-            if self.export_to_chrome:
-                with atomic_file(path) as temporary:
-                    recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
-                    os.replace(f"{temporary}.gz", temporary)
+            with atomic_file(path) as temporary:
+                recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
+                os.replace(f"{temporary}.gz", temporary)
             replace_file(path.with_name(f"rank{self._rank or 0}.{self._step}.txt"), self._table.encode())
         except OSError as error:
             log.warning("cannot write %s (%s): training continues without it.", path, reason(error))
             return
-        if self.export_to_chrome:
-            self.traces.append(path)
-            if not self._rank:
-                log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)
-
-
-def _refuse_options(sort_by_key: str | None, table_kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for options that torch's table would refuse at the end of a recording."""
-    problems = []
-    if sort_by_key is not None and not hasattr(FunctionEventAvg(), sort_by_key.replace("cuda", "device")):
-        problems.append(f"TorchProfiler(sort_by_key={sort_by_key!r}): give an attribute such as 'cpu_time_total'.")
-    allowed = {*signature(EventList.table).parameters} - {"self", "sort_by", "row_limit"}
-    if wrong := {*table_kwargs} - allowed:
-        given, names = (", ".join(sorted(one)) for one in (wrong, allowed))
-        problems.append(f"TorchProfiler(table_kwargs=...) has {given}. Its keys may be {names}.")
-    raise_problems(problems, "TorchProfiler's arguments")
+        self.traces.append(path)
+        if not self._rank:
+            log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)

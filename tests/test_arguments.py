@@ -319,25 +319,3 @@ def test_sequences_of_other_classes_are_taken_as_lists() -> None:
     assert trainer.settings.callbacks == callbacks
     assert trainer.settings.logger == loggers
     assert GradientAccumulationScheduler(UserDict({1: 2})).scheduling == {1: 2}  # type: ignore[arg-type]
-
-
-class Place:
-    """A path of another class, as `py.path` of pytest's tmpdir."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-
-def test_paths_of_other_classes(tmp_path: Path) -> None:
-    places: list[Any] = [Place(tmp_path / name) for name in "abc"]
-    of_checkpoints, of_logs, root = places
-    callback = ModelCheckpoint(dirpath=of_checkpoints)
-    settings: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "logger": CSVLogger(of_logs)}
-    trainer = quiet(max_steps=1, default_root_dir=root, **settings)
-    trainer.fit(Toy(), loader())
-    assert (tmp_path / "b" / "metrics.csv").exists()
-    assert Path(callback.best_model_path).parent == tmp_path / "a"
-    assert trainer.run_dir.parent == tmp_path / "c"

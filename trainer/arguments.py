@@ -192,7 +192,7 @@ def _without_address(value: Any) -> str:
 
 
 def with_python_numbers(value: Any, depth: int = 3) -> Any:
-    """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool, paths as Path.
+    """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
 
     Numbers inside lists, tuples and dicts, down to `depth`, are converted in copies. Sequences and mappings of other
     classes, such as OmegaConf's, become lists and dicts. Other values are returned unchanged.
@@ -214,8 +214,6 @@ def with_python_numbers(value: Any, depth: int = 3) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    if hasattr(value, "__fspath__") and not isinstance(value, PurePath):
-        return Path(value)
     is_numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
     return bool(value) if is_numpy_bool else value
 

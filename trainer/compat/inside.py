@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.compat.accelerators import accelerator_of
+from trainer.compat.accelerators import ACCELERATORS, XLAAccelerator
 from trainer.compat.names import BESIDE_VIEWS
 from trainer.data.combined_loader import CombinedLoader
 from trainer.names.aliases import Alias
@@ -236,7 +236,7 @@ class _Planned:
 
 
 VIEWS: dict[str, Callable[[Trainer], Any]] = {
-    "accelerator": lambda trainer: accelerator_of(trainer.config.device_type),
+    "accelerator": lambda trainer: ACCELERATORS.get(trainer.config.device_type, XLAAccelerator)(),
     "fit_loop": lambda trainer: FitLoop("fit_loop", trainer=trainer, kind="train"),
     "validate_loop": lambda trainer: EvaluationLoop("validate_loop", trainer=trainer, kind="val"),
     "test_loop": lambda trainer: EvaluationLoop("test_loop", trainer=trainer, kind="test"),

@@ -289,6 +289,7 @@ WORDS: dict[str, dict[str, str]] = {
         "function_events": "the table next to the trace in `profile/` of the run directory",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
         "(record_module_names)": "with_stack=True",
+        "(export_to_chrome)": "nothing: traces are always written",
     },
     "Engine": _ENGINE,
     "TensorBoardLogger": dict.fromkeys(("(flush_secs)", "(max_queue)"), "flush_seconds="),
@@ -577,7 +578,7 @@ STRATEGY_OPTIONS = {
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {"barebones": (False,), "model_registry": (None,), "enable_autolog_hparams": (True,)},
     "ModelCheckpoint": {"enable_version_counter": (True,)},
-    "PyTorchProfiler": {"emit_nvtx": (False,), "record_module_names": (True,)},
+    "PyTorchProfiler": {"emit_nvtx": (False,), "export_to_chrome": (True,), "record_module_names": (True,)},
 }
 """Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.
 """
