@@ -31,7 +31,7 @@ from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.loop.training_state import name_of_run_dir, write_file_beside
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
-from trainer.names.misses import runs_as_lightning
+from trainer.names.states import runs_as_lightning
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
 
@@ -387,6 +387,7 @@ class ModelCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._checkpoints.writer.close()
+        self._checkpoints.write_file = None  # it holds the run, and packages pickle callbacks
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 

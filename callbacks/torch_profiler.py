@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
-_CPU = Literal["count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"]
+_CPU = Literal[
+    "count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"
+]
 _GPU = Literal["cuda_time", "cuda_time_total", "self_cuda_time_total", "cuda_memory_usage", "self_cuda_memory_usage"]
 
 
@@ -79,7 +81,7 @@ class TorchProfiler(Profiler):
         schedule: Callable[[int], Any] | None = None,
         on_trace_ready: Callable[[Any], Any] | None = None,
         row_limit: int = 30,
-        sort_by_key: _CPU | _GPU | None = None,
+        sort_by_key: Literal["count"] | _CPU | _GPU | None = None,
         group_by_input_shapes: bool = False,
         table_kwargs: dict[str, Any] | None = None,
         activities: list[Any] | None = None,

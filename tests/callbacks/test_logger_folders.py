@@ -138,6 +138,7 @@ def test_the_version_before_a_run_is_that_of_the_run(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_the_next_version_is_lightnings(kind: Any, tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
     for name in ("version_0", "version_4", "version_nonumber", "other"):
         (tmp_path / "exp" / name).mkdir(parents=True)
     (tmp_path / "exp" / "version_9").touch()

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 import torch
 
 from tests.helpers.toy import Toy
 from trainer import ConfigError
 from trainer.compat import finder, helpers
 from trainer.compat.names import MODULES, NAMES
-from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
+pytorch_lightning = pytest.importorskip("pytorch_lightning")
 LINE = f"running as Lightning {LIGHTNING_VERSION}:"
 TRAIN = """
+import pickle
 import lightning.pytorch as pl
 import torch
 
@@ -42,6 +43,8 @@ if __name__ == "__main__":
     trainer = pl.Trainer(accelerator="cpu", devices=DEVICES, **options)
     trainer.fit(Net(), loader)
     if trainer.global_rank == 0:
+        copies = pickle.loads(pickle.dumps(trainer.callbacks))
+        assert [type(one) for one in copies] == [type(one) for one in trainer.callbacks]
         entries = torch.load(trainer.checkpoint_callback.best_model_path)
         print(pl.Trainer.__module__, trainer.world_size, sorted(entries)[-1])
 """
@@ -202,6 +205,9 @@ def test_a_name_that_is_not_here_fails_when_it_is_used(name: str) -> None:
     assert issubclass(own, kind)
     assert inspect.isclass(kind[int])
     assert type(None) in (kind | None).__args__
+    if name == "Accelerator":  # packages make an object of their own at import, to register its name
+        assert isinstance(own(), kind)
+        return
     for one in (kind, own, beside_module):
         with pytest.raises(ConfigError, match=f"^{last} is not here. Use "):
             one()
@@ -287,7 +293,6 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
             )
         ),
         *(("lightning_fabric.utilities.data.suggested_max_num_workers", (one,)) for one in (1, 2, 100)),
-        *(("lightning_fabric.accelerators.cuda.find_usable_cuda_devices", (one,)) for one in (-1, 0, 1)),
     ],
 )
 def test_helpers_do_what_lightnings_do(path: str, arguments: tuple[Any, ...]) -> None:

@@ -40,7 +40,7 @@ from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_pa
 from trainer.checkpoint.writing import serialize_state
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
-from trainer.names.misses import LIGHTNING_VERSION, runs_as_lightning
+from trainer.names.states import LIGHTNING_VERSION, runs_as_lightning
 
 SUFFIX = ".ckpt"
 OWN = "trainer_checkpoint"

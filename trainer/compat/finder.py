@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from trainer.compat import accelerate
 from trainer.compat.names import EXPORTS, MODULES, NAMES, PACKAGES_IN_WORDS
 from trainer.errors import ConfigError, did_you_mean, no_such_name, public_names
-from trainer.names.misses import runs_as_lightning
+from trainer.names.states import runs_as_lightning
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
@@ -147,7 +147,9 @@ class _AtUse(ABCMeta):
 
     _message: str
 
-    def __call__(cls, *args: Any, **options: Any) -> NoReturn:
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if cls.mro()[1].__name__ == "Accelerator":  # packages make one of their own at import, for its name
+            return super().__call__(*args, **options)
         raise ConfigError(cls._message)
 
     def __getattr__(cls, name: str) -> NoReturn:

@@ -72,15 +72,3 @@ def garbage_collection_cuda() -> None:
 def suggested_max_num_workers(local_world_size: int) -> int:
     """Return a number of workers for the DataLoader of each process of a machine: the cores but one, divided."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size - 1)
-
-
-def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the first devices of CUDA; all with -1.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    found = [*range(torch.cuda.device_count())]
-    if num_devices > len(found) or (num_devices == -1 and not found):
-        raise ValueError(f"{num_devices} devices are asked for, and there are {len(found)}.")
-    return found if num_devices == -1 else found[:num_devices]

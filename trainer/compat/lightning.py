@@ -15,10 +15,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from trainer import __version__
-from trainer.names.misses import AS_LIGHTNING, LIGHTNING_VERSION
+from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 PLACE = Path(__file__).parent / "as_lightning"
 """A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
@@ -50,9 +50,8 @@ class _Finder:
         """Return the spec of a module of Lightning's that is here; None for any other name."""
         if fullname.partition(".")[0] not in PACKAGES:
             return None
-        here: Any = _Finder
         is_here = fullname in _WITH_VERSION or find_spec(our_name(fullname)) is not None
-        return ModuleSpec(fullname, here, is_package=True) if is_here else None
+        return ModuleSpec(fullname, cast(Any, _Finder), is_package=True) if is_here else None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType | None:

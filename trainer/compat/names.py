@@ -98,7 +98,7 @@ NAMES: dict[str, str] = {
     "CUDAAccelerator": "trainer.compat.accelerators:CUDAAccelerator",
     "MPSAccelerator": "trainer.compat.accelerators:MPSAccelerator",
     **dict.fromkeys(("TPUAccelerator", "XLAAccelerator"), "trainer.compat.accelerators:XLAAccelerator"),
-    "find_usable_cuda_devices": "trainer.compat.helpers:find_usable_cuda_devices",
+    "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
     "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",

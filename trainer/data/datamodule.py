@@ -188,6 +188,11 @@ class DataModule(ChecksArguments, Answers, OptionalMethods, HasHyperparameters):
             datamodule.load_state_dict(state)
         return datamodule
 
+    def __str__(self) -> str:
+        """Return the loaders that are defined."""
+        names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
+        return f"{type(self).__name__}({', '.join(filter(self.overrides, names)) or 'no loaders'})"
+
     # -- where it runs -------------------------------------------------------------------------------------------------
 
     @property

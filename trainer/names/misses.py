@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from inspect import getattr_static, signature
 from typing import TYPE_CHECKING, Any
 
 from trainer.names.aliases import Alias
-
-LIGHTNING_VERSION = "2.6.6"
-"""The version of Lightning whose names are served."""
-AS_LIGHTNING = "TRAINER_AS_LIGHTNING"
-"""The environment variable of processes that run as Lightning: see `trainer.compat.lightning`."""
-
-
-def runs_as_lightning() -> bool:
-    """Whether the programs of this process were written for Lightning, and expect its names and files."""
-    return AS_LIGHTNING in os.environ
 
 
 class Answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -110,3 +111,14 @@ def state_of(stage: str | None, last_stage: str | None, activity: str | None, in
         return TrainerState(status, TrainerFn(last_stage), None)
     parts = {"training": "train", "validating": "validate", "sanity checking": "sanity_check"}
     return TrainerState(TrainerStatus.RUNNING, TrainerFn(stage), RunningStage(parts.get(activity or "", stage)))
+
+
+LIGHTNING_VERSION = "2.6.6"
+"""The version of Lightning whose names are served."""
+AS_LIGHTNING = "TRAINER_AS_LIGHTNING"
+"""The environment variable of processes that run as Lightning: see `trainer run-as-lightning`."""
+
+
+def runs_as_lightning() -> bool:
+    """Whether the programs of this process were written for Lightning, and expect its names and files."""
+    return AS_LIGHTNING in os.environ

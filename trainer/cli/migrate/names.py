@@ -127,8 +127,8 @@ def module_here(path: str) -> Place:
         inside = inside.rpartition(".")[0]
     if not inside:
         return Place("trainer")
-    place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    here = inside in names.MODULES.split() or place.is_dir() or place.with_suffix(".py").is_file()
+    at = Path(trainer.__file__).parent.joinpath(*inside.split("."))
+    here = inside.removeprefix("fabric.") in names.MODULES.split() or at.is_dir() or at.with_suffix(".py").is_file()
     return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
 
 
