@@ -38,15 +38,11 @@ RUN_DIRECTORY = LoggerFolder("", None)
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them.
-
-    If both have different values for a name, the data's value is under `data/name`.
-    """
+    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them."""
     if hyperparameters.keys() != {"module", "data"}:
         return hyperparameters
-    module: dict[str, Any] = hyperparameters["module"]
-    data: dict[str, Any] = hyperparameters["data"]
-    return {f"data/{n}" if n in module and module[n] != v else n: v for n, v in data.items()} | module
+    flat: dict[str, Any] = hyperparameters["data"] | hyperparameters["module"]
+    return flat
 
 
 class Logger(Callback):

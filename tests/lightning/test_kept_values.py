@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, base_of, loader
+from trainer import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -98,3 +100,32 @@ def test_rates_of_a_group_that_is_added_later(tmp_path: Path) -> None:
         fitted(library, tmp_path, body_alone, [Later(), monitor])
         kept.append(monitor.lrs)
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("of_data", "logs", "is_refused"), [(2, True, True), (1, True, False), (2, False, False), (1.0, True, True)]
+)
+def test_hyperparameters_of_module_and_data_must_agree(
+    of_data: float, logs: bool, is_refused: bool, tmp_path: Path
+) -> None:
+    for library in (OURS, LIGHTNING):
+
+        class Data(library.DataModule):  # type: ignore[misc, name-defined]
+            def __init__(self, size: float) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+            def train_dataloader(self) -> Any:
+                return loader()
+
+        class Net(base_of(library, Record())):  # type: ignore[misc]
+            def __init__(self, size: float = 1) -> None:
+                super().__init__()
+                self.save_hyperparameters(logger=logs)
+
+        off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        folder = tmp_path / library.name
+        trainer = library.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **off)
+        with pytest.raises((RuntimeError, ConfigError), match="size") if is_refused else nullcontext():
+            trainer.fit(Net(), datamodule=Data(of_data))
+        assert (trainer.global_step == 0) == is_refused
