@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
-from trainer.checkpoint.disk import complete_lines, flush_file, reason, replace_file, without_links, write_all
+from trainer.checkpoint.disk import (
+    complete_lines,
+    flush_file,
+    reason,
+    replace_file,
+    replace_notes,
+    without_links,
+    write_all,
+)
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
@@ -24,6 +33,7 @@ from trainer.metrics.background_calls import BackgroundCalls
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
 from trainer.names.aliases import Overridable
+from trainer.names.states import runs_as_lightning
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -350,6 +360,17 @@ class FileLogger(Logger):
             raise ConfigError(
                 f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
             ) from error
+
+    def record_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Record the hyperparameters, and write `hparams.yaml` where programs of Lightning's expect it."""
+        super().record_hyperparameters(hyperparameters)
+        folder = self.place.folder(self._run_dir)
+        if folder is not None and runs_as_lightning():
+            import yaml
+
+            make_folder(folder, f"{type(self).__name__}(save_dir=...)")
+            data = json.loads(json.dumps(flat_hyperparameters(hyperparameters), default=str))
+            replace_notes(folder / "hparams.yaml", yaml.safe_dump(data).encode())
 
     def refuse_step(self, metrics: Mapping[str, Any]) -> None:
         """Raise a ConfigError for a value with the name under which the file has the step."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 
 pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
+import pytorch_lightning.loggers as LIGHTNING_LOGGERS  # noqa: N812
 import torch
+import yaml
 from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, base_of, loader
 from trainer import ConfigError
+from trainer.callbacks import CSVLogger, TensorBoardLogger
+from trainer.names.states import AS_LIGHTNING
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -129,3 +135,60 @@ def test_hyperparameters_of_module_and_data_must_agree(
         with pytest.raises((RuntimeError, ConfigError), match="size") if is_refused else nullcontext():
             trainer.fit(Net(), datamodule=Data(of_data))
         assert (trainer.global_step == 0) == is_refused
+
+
+LOGGERS: dict[str, Callable[[Path], Any]] = {
+    "CSVLogger": lambda folder: CSVLogger(folder, name="exp"),
+    "TensorBoardLogger": lambda folder: TensorBoardLogger(folder, name="exp"),
+}
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_hyperparameters_as_a_file_in_a_process_that_runs_as_lightning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net_of(library: Library) -> Any:
+        class Net(base_of(library, Record())):  # type: ignore[misc]
+            def __init__(self, rate: float = 1e-05, sizes: Any = (1, 2), label: str = "x: y") -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        return Net
+
+    their_logger = getattr(LIGHTNING_LOGGERS, name)
+    written = []
+    monkeypatch.setenv(AS_LIGHTNING, "1")
+    for library, logger in (
+        (OURS, LOGGERS[name](tmp_path / "ours")),
+        (LIGHTNING, their_logger(tmp_path / "theirs", name="exp")),
+    ):
+        off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        trainer = library.Trainer(
+            accelerator="cpu", max_epochs=1, logger=logger, default_root_dir=tmp_path / library.name, **off
+        )
+        trainer.fit(net_of(library)(), loader())
+        read = yaml.load((Path(logger.log_dir) / "hparams.yaml").read_text(), yaml.UnsafeLoader)
+        written.append(json.loads(json.dumps(read)))
+    assert written[0] == written[1] == {"rate": 1e-05, "sizes": [1, 2], "label": "x: y"}
+    folder = tmp_path / "again"
+    monkeypatch.delenv(AS_LIGHTNING)
+    again = OURS.Trainer(accelerator="cpu", max_epochs=1, logger=LOGGERS[name](folder), default_root_dir=folder, **off)
+    again.fit(net_of(OURS)(), loader())
+    assert not [*folder.rglob("hparams.yaml")]
+
+
+def test_the_writer_of_a_csv_logger(tmp_path: Path) -> None:
+    logger, theirs = CSVLogger(tmp_path / "ours"), LIGHTNING_LOGGERS.CSVLogger(tmp_path / "theirs")
+    for one in (logger, theirs):
+        one.experiment.log_metrics({"a": 1.5}, 3)
+        one.experiment.log_hparams({"width": 4})
+        one.experiment.save()
+        assert Path(one.experiment.metrics_file_path).read_text().splitlines()[0].split(",") in (
+            ["step", "a"],
+            ["a", "step"],
+        )
+    writer: Any = import_module("trainer.loggers.csv_logs").ExperimentWriter
+    their_writer = import_module("pytorch_lightning.loggers.csv_logs").ExperimentWriter
+    assert writer.NAME_METRICS_FILE == their_writer.NAME_METRICS_FILE
+    folder = Path(logger.experiment.metrics_file_path).parent
+    assert yaml.safe_load((folder / writer.NAME_HPARAMS_FILE).read_text()) == {"width": 4}

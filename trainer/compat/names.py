@@ -152,6 +152,7 @@ NAMES: dict[str, str] = {
         ("CometLogger", "LitLogger", "NeptuneLogger"), "a Tracker of your own: twenty lines, see the page 'loggers'"
     ),
     "DummyLogger": "trainer.logger:DummyLogger",
+    "ExperimentWriter": "trainer.callbacks:CSVLogger",
     # the rest
     "LightningCLI": "`trainer fit --config FILE`: see `trainer fit --help`; instead of a script with LightningCLI "
     "write the classes into the file ('module:', 'data:', 'trainer:'), and start it with `trainer fit`",
