@@ -137,7 +137,7 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
-    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, "Trainer": VIEWED}.get(name, {})
+    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, **VIEWED}.get(name, {})
     if row in words or method in words or method in aliases:
         return True
     if not argument:

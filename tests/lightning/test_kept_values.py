@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, base_of, loader
 from trainer import ConfigError
-from trainer.callbacks import CSVLogger, TensorBoardLogger
+from trainer.callbacks import CSVLogger, ProgressBar, TensorBoardLogger, TQDMProgressBar
 from trainer.names.states import AS_LIGHTNING
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -192,3 +192,41 @@ def test_the_writer_of_a_csv_logger(tmp_path: Path) -> None:
     assert writer.NAME_METRICS_FILE == their_writer.NAME_METRICS_FILE
     folder = Path(logger.experiment.metrics_file_path).parent
     assert yaml.safe_load((folder / writer.NAME_HPARAMS_FILE).read_text()) == {"width": 4}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_bar_of_your_own(every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written as Lightning's pages show it."""
+    seen: dict[str, list[Any]] = {}
+    bases = {"ours": ProgressBar, "lightning": import_module("pytorch_lightning.callbacks").ProgressBar}
+    for library in (OURS, LIGHTNING):
+
+        class Bar(bases[library.name]):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.enable = True
+
+            def disable(self) -> None:
+                self.enable = False
+
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+                assert self.trainer is trainer
+                part = (batch_idx + 1) / self.total_train_batches
+                seen.setdefault(library.name, []).append((part, self.total_val_batches, self.enable))
+                self.print(f"{part:.0%}")
+
+        settings = {"accelerator": "cpu", "max_epochs": 2, "check_val_every_n_epoch": every, "logger": False}
+        off = dict.fromkeys(("enable_model_summary", "enable_checkpointing"), False)
+        trainer = library.Trainer(callbacks=[Bar()], default_root_dir=tmp_path, **off, **settings)
+        trainer.fit(base_of(library, Record())(), loader(), loader(6, seed=8))
+    assert seen["ours"] == seen["lightning"]
+    assert capsys.readouterr().out.count("25%") == 4
+
+
+@pytest.mark.parametrize("rate", [0, 3])
+def test_whether_a_bar_shows_anything(rate: int) -> None:
+    bars = [TQDMProgressBar(refresh_rate=rate), import_module("pytorch_lightning.callbacks").TQDMProgressBar(rate)]
+    assert bars[0].is_enabled == bars[1].is_enabled == (not bars[0].is_disabled)  # type: ignore[attr-defined]

@@ -206,9 +206,11 @@ _BARS = {
         ),
         "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
-    **dict.fromkeys(("is_disabled", "is_enabled", "enable"), "refresh_rate=0 to show nothing"),
-    "trainer": "the argument of each hook",
-    "print": "trainer.print",
+    **dict.fromkeys(
+        tuple(f"total_{kind}_batches_current_dataloader" for kind in ("val", "test", "predict")),
+        "trainer.num_val_batches[dataloader_idx], and num_test_batches and num_predict_batches",
+    ),
+    "enable": "refresh_rate=0 to show nothing",
 }
 
 _ENGINE = {
@@ -360,11 +362,14 @@ FORMER_HOOKS = {
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
-VIEWED = (
-    *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
-    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "accelerator"),
-)
-"""Attributes of Lightning's Trainer of which `trainer.compat.inside` has a view."""
+VIEWED = {
+    "Trainer": (
+        *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
+        *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "accelerator"),
+    ),
+    "ProgressBar": ("trainer", "print", "total_train_batches", "total_val_batches", "is_enabled", "is_disabled"),
+}
+"""Lightning's class -> attributes of which `trainer.compat.inside` has a view."""
 
 BESIDE_VIEWS = (
     "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"
