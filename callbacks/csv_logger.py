@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.checkpoint.disk import complete_lines, replace_notes
+from trainer.arguments import NonNegativeFloat, PositiveInt
+from trainer.checkpoint.disk import complete_lines
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.logger import FileLogger, LogFile, rank_zero_experiment
@@ -85,12 +85,8 @@ class CSVLogger(FileLogger):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        path = self.path
-        assert path is not None
-        make_folder(path.parent, "CSVLogger(save_dir=...)")
-        replace_notes(
-            path.parent / self.NAME_HPARAMS_FILE, json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n"
-        )
+        text = json.dumps(hyperparameters, indent=2, default=str) + "\n"
+        self.place.write_notes(self._run_dir, self.NAME_HPARAMS_FILE, text)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step_or(step)

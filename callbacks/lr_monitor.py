@@ -69,19 +69,15 @@ class LearningRateMonitor(ValueMonitor):
         self.lrs: dict[str, list[Any]] = {}
         """The rates of this training that were logged, by name."""
         self.last_momentum_values: dict[str, Any] = {}
-        """The newest momentum of each name; None: not logged."""
+        """The newest momentum that was logged of each name."""
         self.last_weight_decay_values: dict[str, Any] = {}
-        """The newest weight decay of each name; None: not logged."""
+        """The newest weight decay that was logged of each name."""
         self._noted: dict[str, dict[str, Any]] = {}
         """The rates of the step in progress, by interval and name."""
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted.clear()
-        named = named_optimizers(trainer.optimizers, trainer.scheduler_configs)
-        names = [full_name for name, optimizer, _ in named for full_name, _ in named_groups(name, optimizer)]
-        self.lrs = {name: [] for name in names}
-        self.last_momentum_values = dict.fromkeys(f"{name}-momentum" for name in names)
-        self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         for optimizer in trainer.optimizers:
             names = [group["name"] for group in optimizer.param_groups if "name" in group]
             if len(names) > len(set(names)):
@@ -108,7 +104,8 @@ class LearningRateMonitor(ValueMonitor):
                     self._noted.setdefault(interval, {}).update(self._values(name, optimizer))
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-        for full_name, group in named_groups(name, optimizer):
+        for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
+            full_name = f"{name}/{suffix}" if suffix else name
             if full_name not in self.lrs:  # a group was added: the first one had no number before
                 self.lrs[full_name] = self.lrs.pop(full_name.removesuffix("/pg1"), [])
             self.lrs[full_name].append(deepcopy(group["lr"]))
@@ -120,12 +117,6 @@ class LearningRateMonitor(ValueMonitor):
             if self.log_weight_decay and "weight_decay" in group:
                 self.last_weight_decay_values[f"{full_name}-weight_decay"] = group["weight_decay"]
                 yield f"{full_name}-weight_decay", group["weight_decay"]
-
-
-def named_groups(name: str, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Return the parameter groups with the names of their rates; `name`: the optimizer's."""
-    full_names = [f"{name}/{suffix}".removesuffix("/") for suffix in group_names(optimizer)]
-    return list(zip(full_names, optimizer.param_groups, strict=True))
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

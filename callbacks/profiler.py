@@ -72,8 +72,10 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self._clock = clock
 
-    def table(self) -> str:
-        """Return the result so far, largest part first."""
+    def summary(self) -> str:
+        """Return the table of the parts so far, the largest first; empty without any."""
+        if not self.seconds:
+            return ""
         parts = sorted(self.seconds, key=lambda part: -self.seconds[part])
         width = max([24, *(len(part) for part in parts)])
         total = sum(self.seconds.values())
@@ -100,9 +102,6 @@ class SimpleProfiler(Profiler):
         seconds = self._now() - self.current_actions.pop(action_name)
         self.recorded_durations.setdefault(action_name, []).append(seconds)
         self._phases.end(action_name)
-
-    def summary(self) -> str:
-        return self.table() if self.seconds else ""
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 

@@ -6,18 +6,15 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.autograd.profiler import record_function
-from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, schedule
 
 from trainer.arguments import NonNegativeInt, PositiveInt, make_folder
 from trainer.callbacks.advanced_profiler import Profiler
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
-from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -44,11 +41,9 @@ class TorchProfiler(Profiler):
     steps; then the next one starts. Recording slows the steps down; waiting costs some microseconds for the names, and
     less after the last recording.
 
-    Without a Trainer all that happens between the first action and `describe` is recorded.
-
     Args:
         dirpath: folder of the files. Default: `profile` in the run directory.
-        filename: write the last table to the file of this name, too; see `Profiler`.
+        filename: put before the names of the files, with a ".".
         wait: steps before a recording; caches should be filled and code compiled by its end.
         warmup: steps to warm the profiler up.
         active: steps in a recording. Each one takes megabytes in the file.
@@ -57,16 +52,11 @@ class TorchProfiler(Profiler):
         on_trace_ready: function of the `torch.profiler.profile` that has recorded, instead of writing the files.
         row_limit: lines of the table of operators; -1: all.
         sort_by_key: sort the table by this attribute, such as "cpu_time_total". Default: the operators' own time.
-        group_by_input_shapes: a line for each operator and shapes of inputs; needs `record_shapes`.
-        table_kwargs: further arguments of the table, such as `max_name_column_width`.
         activities: list of `torch.profiler.ProfilerActivity`. Default: all that there are.
         record_shapes: record the shapes of the operators' inputs.
         profile_memory: record each allocation of memory.
         with_stack: record the lines of Python that called the operators. Slow.
         with_flops: estimate the floating-point operations of matrix products and convolutions.
-
-    Raises:
-        ConfigError: the table has no such argument.
     """
 
     def __init__(
@@ -82,18 +72,15 @@ class TorchProfiler(Profiler):
         on_trace_ready: Callable[[Any], Any] | None = None,
         row_limit: int = 30,
         sort_by_key: Literal["count"] | _CPU | _GPU | None = None,
-        group_by_input_shapes: bool = False,
-        table_kwargs: dict[str, Any] | None = None,
         activities: list[Any] | None = None,
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
         with_flops: bool = False,
     ) -> None:
-        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
-        self.schedule, self.on_trace_ready = schedule, on_trace_ready
-        self.sort_by_key, self.group_by_input_shapes = sort_by_key, group_by_input_shapes
-        self.row_limit, self.table_kwargs = row_limit, table_kwargs or {}
+        self.wait, self.warmup, self.active = wait, warmup, active
+        self.schedule, self.repeat, self.on_trace_ready = schedule, 0 if schedule else repeat, on_trace_ready
+        self.row_limit, self.sort_by_key = row_limit, sort_by_key
         self.options: dict[str, Any] = {
             "activities": activities,
             "record_shapes": record_shapes,
@@ -101,26 +88,16 @@ class TorchProfiler(Profiler):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        try:  # here, because torch refuses them at the end of a recording
-            signature(EventList.table).bind(None, sort_by=None, row_limit=0, **self.table_kwargs)
-        except TypeError:
-            raise ConfigError(
-                f"TorchProfiler(table_kwargs={table_kwargs!r}): give other arguments of torch's table, such as "
-                "max_name_column_width."
-            ) from None
         super().__init__(dirpath, filename)
         self.traces: list[Path] = []
         """The traces that this process has written."""
         self._profile: profile | None = None
         self._open: list[tuple[str, Any]] = []
-        self._folder = self.dirpath
-        self._table = ""
+        self._folder = Path()
         self._recordings = self._step = 0
 
     def start(self, action_name: str) -> None:
         """Give what follows the name of the action in the trace."""
-        if self._profile is None and self._stage is None:  # without a Trainer
-            self._record(None)
         if self._profile is None:
             return
         label = record_function(action_name)
@@ -136,24 +113,14 @@ class TorchProfiler(Profiler):
             if began.pop() == action_name:
                 return
 
-    def summary(self) -> str:
-        return self._table
-
-    def describe(self) -> None:
-        self._close()
-        super().describe()
-
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self.traces.clear()
-        self._table, self._recordings = "", 0
+        self._recordings = 0
         self._folder = self.dirpath or trainer.run_dir / "profile"
         if self.dirpath is None:
             refuse_link(self._folder)
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
-        self._record(self.schedule or steps)
-
-    def _record(self, steps: Callable[[int], Any] | None) -> None:
-        self._profile = profile(schedule=steps, on_trace_ready=self._take, **self.options)
+        self._profile = profile(schedule=self.schedule or steps, on_trace_ready=self._write, **self.options)
         self._profile.start()
 
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -165,7 +132,7 @@ class TorchProfiler(Profiler):
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
             running.step()
         self._profile = running
-        if self.schedule is None and self._recordings == self.repeat != 0:
+        if self.repeat and self._recordings == self.repeat:
             self._close()
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -177,10 +144,6 @@ class TorchProfiler(Profiler):
                 self.wait + self.warmup + self.active,
             )
 
-    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
-        if self.filename is not None:  # otherwise the table is in its file already
-            super().teardown(trainer, pl_module, stage)
-
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         """Write what was recorded until the exception."""
         self._close()
@@ -191,25 +154,22 @@ class TorchProfiler(Profiler):
             running.stop()
             self._open.clear()
 
-    def _take(self, recorded: profile) -> None:
-        """Take the results of a recording."""
-        averages = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
-        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        self._table = averages.table(sort_by=self.sort_by_key or by, row_limit=self.row_limit, **self.table_kwargs)
+    def _write(self, recorded: profile) -> None:
         self._recordings += 1
         if self.on_trace_ready is not None:
             self.on_trace_ready(recorded)
-        elif self._folder is not None:
-            self._write(recorded, self._folder)
-
-    def _write(self, recorded: profile, folder: Path) -> None:
-        make_folder(folder, "TorchProfiler(dirpath=...)")
-        path = folder / f"rank{self._rank or 0}.{self._step}.pt.trace.json.gz"
+            return
+        make_folder(self._folder, "TorchProfiler(dirpath=...)")
+        name = f"{self.filename}.rank" if self.filename else "rank"
+        path = self._folder / f"{name}{self._rank or 0}.{self._step}.pt.trace.json.gz"
+        averages = recorded.key_averages()
+        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
+        table = averages.table(sort_by=self.sort_by_key or by, row_limit=self.row_limit)
         try:
             with atomic_file(path) as temporary:
                 recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
                 os.replace(f"{temporary}.gz", temporary)
-            replace_file(path.with_name(f"rank{self._rank or 0}.{self._step}.txt"), self._table.encode())
+            replace_file(path.with_name(path.name.replace(".pt.trace.json.gz", ".txt")), table.encode())
         except OSError as error:
             log.warning("cannot write %s (%s): training continues without it.", path, reason(error))
             return

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
-from trainer.checkpoint.disk import (
-    complete_lines,
-    flush_file,
-    reason,
-    replace_file,
-    replace_notes,
-    without_links,
-    write_all,
-)
+from trainer.checkpoint.disk import complete_lines, flush_file, reason, replace_file, without_links, write_all
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
@@ -51,8 +43,7 @@ def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them."""
     if hyperparameters.keys() != {"module", "data"}:
         return hyperparameters
-    flat: dict[str, Any] = hyperparameters["data"] | hyperparameters["module"]
-    return flat
+    return {**hyperparameters["data"], **hyperparameters["module"]}
 
 
 class Logger(Callback):
@@ -364,13 +355,11 @@ class FileLogger(Logger):
     def record_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the hyperparameters, and write `hparams.yaml` where programs of Lightning's expect it."""
         super().record_hyperparameters(hyperparameters)
-        folder = self.place.folder(self._run_dir)
-        if folder is not None and runs_as_lightning():
+        if runs_as_lightning():
             import yaml
 
-            make_folder(folder, f"{type(self).__name__}(save_dir=...)")
             data = json.loads(json.dumps(flat_hyperparameters(hyperparameters), default=str))
-            replace_notes(folder / "hparams.yaml", yaml.safe_dump(data).encode())
+            self.place.write_notes(self._run_dir, "hparams.yaml", yaml.safe_dump(data))
 
     def refuse_step(self, metrics: Mapping[str, Any]) -> None:
         """Raise a ConfigError for a value with the name under which the file has the step."""

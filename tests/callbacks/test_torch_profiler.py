@@ -106,51 +106,39 @@ def test_mistakes() -> None:
         TorchProfiler(wait=-1, active=0)
     with raises_recorded(ConfigError):
         TorchProfiler(sort_by_key="price")  # type: ignore[arg-type]
-    for wrong in ({"width": 3}, {"sort_by": "x"}):
-        with raises_recorded(ConfigError):
-            TorchProfiler(table_kwargs=wrong)
 
 
-def test_a_schedule_a_handler_and_a_table_as_in_lightning(tmp_path: Path) -> None:
+def test_a_schedule_and_a_handler_as_in_lightning(tmp_path: Path) -> None:
     taken: list[Any] = []
     profiler = TorchProfiler(
         dirpath=tmp_path / "ops",
-        filename="ops",
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2),
         on_trace_ready=lambda recorded: taken.append(recorded.key_averages()),
         activities=[torch.profiler.ProfilerActivity.CPU],
-        record_shapes=True,
-        group_by_input_shapes=True,
-        sort_by_key="cpu_time_total",
-        row_limit=5,
-        table_kwargs={"max_name_column_width": 20},
     )
     quiet(max_epochs=1, profiler=profiler).fit(Toy(), loader(10))
-    assert len(taken) == 2
+    assert [sum(one.key == FORWARD for one in averages) for averages in taken] == [1, 1]
     assert not profiler.traces
-    assert [path.name for path in (tmp_path / "ops").iterdir()] == ["fit-ops.txt"]
-    table = (tmp_path / "ops" / "fit-ops.txt").read_text()
-    assert "Input Shapes" in table
-    assert table.count("\n") < 20
+    assert not (tmp_path / "ops").exists()
 
 
-def test_without_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profiler = TorchProfiler(row_limit=-1)
-    with profiler.profile("outer"):
-        torch.ones(3)
-        with profiler.profile("inner"):
-            torch.ones(3).sum()
-    profiler.describe()
-    printed = capsys.readouterr().out
-    assert {"outer", "inner", "aten::sum"} <= {line.split()[0] for line in printed.splitlines() if line.strip()}
-    with TorchProfiler(dirpath=tmp_path).profile("alone"):
-        pass
-    profiler = TorchProfiler(dirpath=tmp_path)
-    profiler.start("it")
-    torch.ones(3).sum()
-    profiler.stop("it")
-    profiler.describe()
-    assert named(profiler.traces[0])["it"] == 1
+def test_names_and_tables_of_files(tmp_path: Path) -> None:
+    class Measured(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("my part"):
+                return super().training_step(batch, batch_idx)
+
+    options: dict[str, Any] = {"wait": 0, "warmup": 1, "active": 1, "sort_by_key": "count"}
+    folder = tmp_path / "ops"
+    for limit in (2, -1):
+        profiler = TorchProfiler(folder, f"of{limit}", row_limit=limit, **options)
+        quiet(max_epochs=1, profiler=profiler).fit(Measured(), loader(3))
+        assert named(profiler.traces[0])["my part"] == 1
+    assert {path.name for path in folder.iterdir()} == {
+        f"of{limit}.rank0.2.{ending}" for limit in (2, -1) for ending in ("txt", "pt.trace.json.gz")
+    }
+    few, every = ((folder / f"of{limit}.rank0.2.txt").read_text().splitlines() for limit in (2, -1))
+    assert len(every) > len(few) + 20
 
 
 def on_a_process(folder: str) -> list[str]:

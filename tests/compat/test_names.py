@@ -114,9 +114,8 @@ def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> No
     assert (stopping.verbose, stopping.mode) == (True, "max")
     assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
     assert AdvancedProfiler(tmp_path, "name", 1.0, True).dump_stats
-    table = TorchProfiler(tmp_path, "name", True, False, True, 7, "count", True, {"header": "x"})
-    assert (table.group_by_input_shapes, table.sort_by_key) == (True, "count")
-    assert (table.row_limit, table.table_kwargs) == (7, {"header": "x"})
+    table = TorchProfiler(tmp_path, "name", False, False, True, 7, "count", True, None)
+    assert (table.row_limit, table.sort_by_key) == (7, "count")
     with raises_recorded(ArgumentError):
         TorchProfiler(tmp_path, "name", True, True)
     with raises_recorded(ArgumentError):

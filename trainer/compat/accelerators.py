@@ -8,7 +8,7 @@ import torch
 
 from trainer.callbacks.device_stats_monitor import accelerator_stats, cpu_stats
 from trainer.distributed.devices import choose_accelerator, parse_devices
-from trainer.errors import ConfigError
+from trainer.settings import error_of
 
 
 class Accelerator(str):
@@ -28,10 +28,7 @@ class Accelerator(str):
     @classmethod
     def is_available(cls) -> bool:
         """Whether there is such a device."""
-        try:
-            return bool(choose_accelerator(cls.kind))
-        except ConfigError:
-            return False
+        return not error_of(lambda: choose_accelerator(cls.kind))
 
     @classmethod
     def auto_device_count(cls) -> int:

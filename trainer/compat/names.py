@@ -293,6 +293,8 @@ WORDS: dict[str, dict[str, str]] = {
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
         "(record_module_names)": "with_stack=True",
         "(export_to_chrome)": "nothing: traces are always written",
+        "(group_by_input_shapes)": "record_shapes=True",
+        "(table_kwargs)": "on_trace_ready=, a function that prints its argument's key_averages().table(...)",
     },
     "Engine": _ENGINE,
     "TensorBoardLogger": dict.fromkeys(("(flush_secs)", "(max_queue)"), "flush_seconds="),
@@ -526,15 +528,11 @@ OTHER_STRATEGIES = {
 """Names of other trainers' strategies -> the equivalent here."""
 
 SAME_STRATEGIES: dict[str, tuple[str, dict[str, bool]]] = {
-    f"ddp{launch}{end}": ("ddp", options)
-    for launch in ("", "_spawn", "_fork", "_notebook")
-    for end, options in {
-        "": {},
-        "_find_unused_parameters_false": {},
-        "_find_unused_parameters_true": {"find_unused_parameters": True},
-    }.items()
-} | {"fsdp_cpu_offload": ("fsdp", {"cpu_offload": True})}
-"""Lightning's names of strategies -> the name here, and its options."""
+    r"ddp(_spawn|_fork|_notebook)(_find_unused_parameters_false)?|ddp_find_unused_parameters_false": ("ddp", {}),
+    r"ddp(_spawn|_fork|_notebook)?_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "fsdp_cpu_offload": ("fsdp", {"cpu_offload": True}),
+}
+"""Pattern of Lightning's names of strategies -> the name here, and its options."""
 
 ENGINE_ARGUMENTS = {
     **accelerate.ENGINE_ARGUMENTS,
@@ -584,7 +582,11 @@ STRATEGY_OPTIONS = {
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {"barebones": (False,), "model_registry": (None,), "enable_autolog_hparams": (True,)},
     "ModelCheckpoint": {"enable_version_counter": (True,)},
-    "PyTorchProfiler": {"emit_nvtx": (False,), "export_to_chrome": (True,), "record_module_names": (True,)},
+    "PyTorchProfiler": {
+        **dict.fromkeys(("emit_nvtx", "group_by_input_shapes"), (False,)),
+        **dict.fromkeys(("export_to_chrome", "record_module_names"), (True,)),
+        "table_kwargs": (None,),
+    },
 }
 """Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from inspect import getattr_static, signature
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def same_strategy(name: str) -> tuple[str, dict[str, bool]]:
     """Return the name here of a strategy that has another one in Lightning, and its options; else the name itself."""
     from trainer.compat.names import SAME_STRATEGIES
 
-    return SAME_STRATEGIES.get(name, (name, {}))
+    return next((same for one, same in SAME_STRATEGIES.items() if re.fullmatch(one, name)), (name, {}))
 
 
 def is_default(kind: str, name: object, value: object) -> bool:
