@@ -23,7 +23,6 @@ from trainer.callbacks import (
     LambdaCallback,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    TorchProfiler,
     TQDMProgressBar,
 )
 from trainer.compat.names import HOMES, MODULES, NAMES, STRATEGY_ALIASES, TRAINER_ARGUMENTS, VIEWED, WORDS
@@ -108,20 +107,17 @@ def test_arguments_by_position_are_lightnings(name: str) -> None:
             here(*[None] * (len(expected) + 1))
 
 
-def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> None:
-    assert LambdaCallback(None, None, print).on_fit_start is print
+def test_arguments_by_position(tmp_path: Path) -> None:
     stopping = EarlyStopping("val_loss", 0.0, 3, True, "max")
     assert (stopping.verbose, stopping.mode) == (True, "max")
     assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
     assert AdvancedProfiler(tmp_path, "name", 1.0, True).dump_stats
-    table = TorchProfiler(tmp_path, "name", False, False, True, 7, "count", True, None)
-    assert (table.row_limit, table.sort_by_key) == (7, "count")
     with raises_recorded(ArgumentError):
-        TorchProfiler(tmp_path, "name", True, True)
-    with raises_recorded(ArgumentError):
-        TorchProfiler(tmp_path, "name", True, False, emit_nvtx=True)
+        AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
     with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
+    with raises_recorded(ArgumentError):
+        LambdaCallback(None, None, print)
     with raises_recorded(ArgumentError):
         TrainModule(1, 2)
     with raises_recorded(ArgumentError):

@@ -416,24 +416,6 @@ HOMES: dict[str, str] = {
 THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
 """Our class -> Lightning's name for it, where that is another one."""
 
-FURTHER_ARGUMENTS = {
-    "LambdaCallback": (
-        "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
-        "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
-        "on_validation_epoch_end on_test_epoch_start on_test_epoch_end on_validation_batch_start "
-        "on_validation_batch_end on_test_batch_start on_test_batch_end on_train_start on_train_end "
-        "on_validation_start on_validation_end on_test_start on_test_end on_exception on_save_checkpoint "
-        "on_load_checkpoint on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad "
-        "on_predict_start on_predict_end on_predict_batch_start on_predict_batch_end on_predict_epoch_start "
-        "on_predict_epoch_end"
-    ),
-    "ModelCheckpoint": "enable_version_counter",
-    "PyTorchProfiler": (
-        "group_by_input_shapes emit_nvtx export_to_chrome row_limit sort_by_key record_module_names table_kwargs"
-    ),
-}
-"""Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
-
 MODULES = (
     "__about__ __version__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
     "accelerators.xla callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "

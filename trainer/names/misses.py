@@ -93,10 +93,3 @@ def is_default(kind: str, name: object, value: object) -> bool:
 
     defaults = DEFAULTS.get(THEIRS.get(kind, kind), {}).get(str(name), ())
     return any(type(value) is type(one) and value == one for one in defaults)
-
-
-def further_arguments(kind: str) -> list[str]:
-    """Return the positional arguments that the constructor of Lightning's class takes after ours."""
-    from trainer.compat.names import FURTHER_ARGUMENTS, THEIRS
-
-    return FURTHER_ARGUMENTS.get(THEIRS.get(kind, kind), "").split()
