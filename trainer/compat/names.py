@@ -479,7 +479,8 @@ EXPORTS = {
 
 TRAINER_ARGUMENTS = {
     **accelerate.TRAINER_ARGUMENTS,
-    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
+    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, "
+    "num_sanity_val_steps=0",
     "max_grad_norm": "gradient_clip_val=",
     "config": "trainer fit --config FILE",
     "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
