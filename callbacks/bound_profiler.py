@@ -64,6 +64,8 @@ class BoundProfiler(Profiler):
         steps: number of steps that torch.profiler records.
     """
 
+    hears_phases = False
+
     def __init__(self, first_step: PositiveInt = 10, steps: PositiveInt = 3) -> None:
         self.first_step, self.steps = first_step, steps
         self._left = 0
@@ -77,8 +79,12 @@ class BoundProfiler(Profiler):
     def summary(self) -> str:
         return self._report
 
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._report = ""
+
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._left, self._profile, self._device, self._report = self.first_step, None, {}, ""
+        self._left, self._profile, self._device = self.first_step, None, {}
         self._update_share = 0.0
 
     def on_train_step_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -109,7 +115,6 @@ class BoundProfiler(Profiler):
         lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound, share)}")
         lines.extend(stragglers(every))
         self._report = "\n".join(lines)
-        trainer.print(self._report)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
         self._leave()

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
-from trainer.checkpoint.disk import complete_lines, replace_notes
+from trainer.arguments import NonNegativeFloat, PositiveInt
+from trainer.checkpoint.disk import complete_lines
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
 from trainer.logger import FileLogger, LogFile, rank_zero_experiment
@@ -38,6 +38,7 @@ class CSVLogger(FileLogger):
     """
 
     file_name, label = "metrics.csv", "CSV log:"
+    NAME_METRICS_FILE, NAME_HPARAMS_FILE = file_name, "hparams.json"
 
     def __init__(
         self,
@@ -57,8 +58,15 @@ class CSVLogger(FileLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """This logger, for `log_metrics`; on other ranks than 0 its calls do nothing."""
+        """This logger, as its own writer; on other ranks than 0 its calls do nothing."""
         return self
+
+    log_hparams = FileLogger.log_hyperparams
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The path of the file, as text."""
+        return str(self.path)
 
     # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
 
@@ -77,10 +85,8 @@ class CSVLogger(FileLogger):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        path = self.path
-        assert path is not None
-        make_folder(path.parent, "CSVLogger(save_dir=...)")
-        replace_notes(path.parent / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
+        text = json.dumps(hyperparameters, indent=2, default=str) + "\n"
+        self.place.write_notes(self._run_dir, self.NAME_HPARAMS_FILE, text)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step_or(step)

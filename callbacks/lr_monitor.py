@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
@@ -65,11 +66,18 @@ class LearningRateMonitor(ValueMonitor):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[Any]] = {}
+        """The rates of this training that were logged, by name."""
+        self.last_momentum_values: dict[str, Any] = {}
+        """The newest momentum that was logged of each name."""
+        self.last_weight_decay_values: dict[str, Any] = {}
+        """The newest weight decay that was logged of each name."""
         self._noted: dict[str, dict[str, Any]] = {}
         """The rates of the step in progress, by interval and name."""
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
         self._noted.clear()
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
         for optimizer in trainer.optimizers:
             names = [group["name"] for group in optimizer.param_groups if "name" in group]
             if len(names) > len(set(names)):
@@ -98,10 +106,16 @@ class LearningRateMonitor(ValueMonitor):
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
             full_name = f"{name}/{suffix}" if suffix else name
+            if full_name not in self.lrs:  # a group was added: the first one had no number before
+                self.lrs[full_name] = self.lrs.pop(full_name.removesuffix("/pg1"), [])
+            self.lrs[full_name].append(deepcopy(group["lr"]))
             yield full_name, group["lr"]
             if self.log_momentum:
-                yield f"{full_name}-momentum", group["betas"][0] if "betas" in group else group.get("momentum", 0)
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0)
+                self.last_momentum_values[f"{full_name}-momentum"] = momentum
+                yield f"{full_name}-momentum", momentum
             if self.log_weight_decay and "weight_decay" in group:
+                self.last_weight_decay_values[f"{full_name}-weight_decay"] = group["weight_decay"]
                 yield f"{full_name}-weight_decay", group["weight_decay"]
 
 

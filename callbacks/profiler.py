@@ -1,4 +1,4 @@
-"""SimpleProfiler: a table of the time in each part of a training run."""
+"""SimpleProfiler: a table of the time in each part of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from trainer.arguments import number_of
 from trainer.callbacks.advanced_profiler import Profiler
+from trainer.errors import ConfigError
 from trainer.metrics.phases import DATA, PhaseClock
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ LOOP = "the loop itself"
 
 
 class SimpleProfiler(Profiler):
-    """Print, at the end of `fit`, the time in each part of it on rank 0: waiting for data, transfer, forward,
-    backward, optimizer, logging, checkpoints, and every hook of a callback by name.
+    """Print, at the end of each run, the time in each part of it: waiting for data, transfer, forward, backward,
+    optimizer, logging, checkpoints, and every hook of a callback by name.
 
     Time belongs to the innermost part, so that the parts add up to the total: a checkpoint that ModelCheckpoint writes
     is `checkpoint`, and the rest of that hook `ModelCheckpoint.on_train_epoch_end`.
@@ -41,8 +42,7 @@ class SimpleProfiler(Profiler):
         synchronize: synchronize with the device at each end of a part, so that its work counts in the right part. The
             run gets slower, as host and device no longer overlap; the table shows the device's proportions.
         clock: function that returns the time, in seconds.
-        dirpath: folder of a file with the table; None: print it.
-        filename: of that file, without its suffix. Default: "profile".
+        dirpath, filename: as in `Profiler`.
         extended: no effect: the table always has calls, totals, means and shares.
     """
 
@@ -64,17 +64,23 @@ class SimpleProfiler(Profiler):
         """Seconds by part."""
         self.calls: dict[str, int] = {}
         """Number of times each part was entered."""
+        self.recorded_durations: dict[str, list[float]] = {}
+        """The seconds that your own actions took, each time."""
+        self.current_actions: dict[str, float] = {}
+        """When the actions in progress began."""
         self.synchronize = synchronize
         super().__init__(dirpath, filename)
         self._clock = clock
-        self._running = False
 
-    def table(self) -> str:
-        """Return the result so far, largest part first."""
+    def summary(self) -> str:
+        """Return the table of the parts so far, the largest first; empty without any."""
+        if not self.seconds:
+            return ""
         parts = sorted(self.seconds, key=lambda part: -self.seconds[part])
         width = max([24, *(len(part) for part in parts)])
         total = sum(self.seconds.values())
-        lines = [f"{'part of fit':<{width}}{'calls':>10}{'total s':>12}{'mean ms':>12}{'share':>8}"]
+        title = "part" if self._stage is None else f"part of {self._stage}"
+        lines = [f"{title:<{width}}{'calls':>10}{'total s':>12}{'mean ms':>12}{'share':>8}"]
         for part in parts:
             seconds, calls = self.seconds[part], self.calls[part]
             lines.append(
@@ -85,26 +91,33 @@ class SimpleProfiler(Profiler):
         return "\n".join(lines)
 
     def start(self, action_name: str) -> None:
-        self.begin_phase(action_name)
+        if action_name in self.current_actions:
+            raise ConfigError(f"SimpleProfiler.start({action_name!r}): this action is in progress. Call stop first.")
+        self._begin(action_name)
+        self.current_actions[action_name] = self._now()
 
     def stop(self, action_name: str) -> None:
-        self.end_phase(action_name)
-
-    def summary(self) -> str:
-        return self.table() if self.seconds else ""
+        if action_name not in self.current_actions:
+            self._refuse_to_stop(action_name)
+        seconds = self._now() - self.current_actions.pop(action_name)
+        self.recorded_durations.setdefault(action_name, []).append(seconds)
+        self._phases.end(action_name)
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 
-    def begin_phase(self, part: str) -> None:
+    def begin_phase(self, name: str) -> None:
         """Count what follows as time of the phase, until another one begins inside it."""
-        if self._running:
-            self._phases.begin(part)
-            self.calls[part] = self.calls.get(part, 0) + 1
+        if self._phases.runs:
+            self._begin(name)
 
-    def end_phase(self, part: str) -> None:
+    def end_phase(self, name: str) -> None:
         """Count what follows as time of the phase around this one."""
-        if self._running:
-            self._phases.end(part)
+        if self._phases.runs:
+            self._phases.end(name)
+
+    def _begin(self, part: str) -> None:
+        self._phases.begin(part)
+        self.calls[part] = self.calls.get(part, 0) + 1
 
     def _now(self) -> float:
         if self.synchronize and torch.accelerator.is_available():
@@ -113,27 +126,24 @@ class SimpleProfiler(Profiler):
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._start()
+
     def on_fit_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        self._start()  # without the set-up
+
+    def _start(self) -> None:
         self.calls.clear()
         self.calls[LOOP] = 1
-        self._running = True
         self._phases.start()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        self._close(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: TrainModule, exception: BaseException) -> None:
-        """Print the time until the exception."""
-        self._close(trainer)
-
-    def _close(self, trainer: Trainer) -> None:
-        if not self._running:
+    def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
+        """Show the time until the end, or until an error."""
+        if not self._phases.runs:
             return
-        self._phases.count()
-        self._running = False
-        if not trainer.is_global_zero:
-            return
-        self.report(self.table(), trainer.print)
+        self._phases.stop()
+        super().teardown(trainer, pl_module, stage)
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
         if share >= self.MUCH and trainer.train_loader is not None and self.dirpath is None:
             advice = faster_loading(trainer.train_loader)

@@ -55,6 +55,7 @@ class ThroughputMonitor(Callback):
         items_name: the items' name in `throughput/<items_name>_per_s`. Default: "tokens".
         flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
             parameters x tokens for a transformer): a number, or a function of the module, called once.
+        separator: text between "throughput" and the rate in the names of the values.
         peak_flops: the peak of one device in FLOP/s. Default: the vendor's, from a table of NVIDIA cards, for the
             run's precision. `trainer doctor` measures a peak for every other device.
     """
@@ -67,6 +68,7 @@ class ThroughputMonitor(Callback):
         length_fn: Callable[[Any], int] | None = None,
         *,
         window_size: PositiveInt = 100,
+        separator: str = "/",
         items_per_batch: PositiveInt | Callable[[Any], int] | None = None,
         items_name: str | None = None,
         flops_per_sample: float | Callable[[TrainModule], float] | None = None,
@@ -75,7 +77,7 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.items_per_batch = items_per_batch if length_fn is None else length_fn
         self.items_name = items_name or ("tokens" if length_fn is None else "items")
-        self.flops_per_sample = flops_per_sample
+        self.flops_per_sample, self.separator = flops_per_sample, separator
         self.peak_flops = peak_flops
         self._marks: deque[Snapshot] = deque(maxlen=window_size + 1)
         self._step = 0
@@ -159,10 +161,10 @@ class ThroughputMonitor(Callback):
                 if self._peak is not None:
                     rates["mfu"] = rates["flops_per_s"] / (world * self._peak)
         for name, rate in rates.items():
-            trainer.log(f"throughput/{name}", rate, on_step=True, on_epoch=False, weight=1)
+            trainer.log(f"throughput{self.separator}{name}", rate, on_step=True, on_epoch=False, weight=1)
         if self.items_per_batch is not None:
             items = (last.items - first.items) / seconds
-            name = f"throughput/{self.items_name}_per_s"
+            name = f"throughput{self.separator}{self.items_name}_per_s"
             # Only this process's own items are known here; the sum over processes is made when the log is read.
             trainer.log(name, items, on_step=True, on_epoch=False, reduce_fx="sum", weight=1)
 

@@ -87,9 +87,9 @@ def _rows(name: str) -> list[str]:
         words = {one: text for one, text in words.items() if one not in accelerate.ENGINE_MEMBERS}
     if name == "Trainer":
         rows += [f"| `{one}` | `{alias.path}` |" for one, alias in vars(Trainer).items() if isinstance(alias, Alias)]
-        rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in VIEWED]
         others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
         words |= {f"({one})": text for one, text in others.items()}
+    rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in VIEWED.get(name, ())]
     for one, text in words.items():
         shown = f"`{name}({one[1:-1]}=)`" if one.startswith("(") else f"`{one}`"
         rows.append(f"| {shown} | {_escaped(text)} |")

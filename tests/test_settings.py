@@ -92,7 +92,6 @@ def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
         ("strategy", "zero2"),
         ("strategy", "tpu"),
         ("strategy", "deepspeed_stage_1_offload"),
-        ("strategy", "ddp_notebook"),
         ("accelerator", "npu"),
         ("cpu", True),
         ("deepspeed_plugin", None),

@@ -39,7 +39,7 @@ from typing import (
 )
 
 from trainer.errors import ArgumentError, ConfigError, did_you_mean, raise_problems, shown
-from trainer.names.misses import further_arguments, is_default, words_for
+from trainer.names.misses import is_default, words_for
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -132,9 +132,9 @@ def _checked_arguments(cls: type, init: Any, args: tuple[Any, ...], options: dic
 def _by_position(
     kind: str, parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments given by position with their names; further ones have the names of Lightning's arguments."""
+    """Return the arguments given by position with their names."""
     names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    given = dict(zip([*names, *further_arguments(kind)], args, strict=False))
+    given = dict(zip(names, args, strict=False))
     if len(given) < len(args) or given.keys() & options.keys():
         raise ArgumentError(f"{kind}() takes ({', '.join(names)}) by position, each once: write name=value.")
     return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from trainer.metrics.background_calls import BackgroundCalls
 from trainer.metrics.logger_folder import LoggerFolder
 from trainer.metrics.media import Media, Text, as_histogram, as_images, as_table, close_figure, figure_images
 from trainer.names.aliases import Overridable
+from trainer.names.states import runs_as_lightning
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -38,15 +40,10 @@ RUN_DIRECTORY = LoggerFolder("", None)
 
 
 def flat_hyperparameters(hyperparameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them.
-
-    If both have different values for a name, the data's value is under `data/name`.
-    """
+    """Return the hyperparameters of data and module in one dict, as Lightning's loggers get them."""
     if hyperparameters.keys() != {"module", "data"}:
         return hyperparameters
-    module: dict[str, Any] = hyperparameters["module"]
-    data: dict[str, Any] = hyperparameters["data"]
-    return {f"data/{n}" if n in module and module[n] != v else n: v for n, v in data.items()} | module
+    return {**hyperparameters["data"], **hyperparameters["module"]}
 
 
 class Logger(Callback):
@@ -354,6 +351,15 @@ class FileLogger(Logger):
             raise ConfigError(
                 f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
             ) from error
+
+    def record_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Record the hyperparameters, and write `hparams.yaml` where programs of Lightning's expect it."""
+        super().record_hyperparameters(hyperparameters)
+        if runs_as_lightning():
+            import yaml
+
+            data = json.loads(json.dumps(flat_hyperparameters(hyperparameters), default=str))
+            self.place.write_notes(self._run_dir, "hparams.yaml", yaml.safe_dump(data))
 
     def refuse_step(self, metrics: Mapping[str, Any]) -> None:
         """Raise a ConfigError for a value with the name under which the file has the step."""

@@ -406,7 +406,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = construct(cls, arguments)
             module.configure_model()
-        if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:
+        if strict not in (None, vars(module).get("strict_loading", strict)):
             raise ConfigError(
                 f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
                 f"{module.strict_loading}: leave strict out, or set both to the same value."

@@ -36,7 +36,7 @@ from trainer.model.gradients import norm_of, with_dense_gradients
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import SettingParts, load_weights, move_module, with_parts
 from trainer.module import TrainModule
-from trainer.names.misses import Answers, member_words, words_for
+from trainer.names.misses import Answers, member_words, same_strategy, words_for
 from trainer.optimizers import parameters_of
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
@@ -720,11 +720,12 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
         if device_type == "xla":
             return known["xla"](), "auto: torch_xla's devices"
         return known["ddp" if num_processes > 1 else "single_device"](), f"auto: {num_processes} processes"
-    if strategy not in known:
+    name, options = (strategy, {}) if strategy in known else same_strategy(strategy)
+    if name not in known:
         classes = {kind.__name__: repr(name) for name, kind in [*known.items()][::-1]}
         words = classes | words_for("strategy", [strategy])
         raise unknown_name_error("strategy", strategy, [*known, "auto"], words)
-    return known[strategy](), "given by name"
+    return known[name](**options), "given by name"
 
 
 # -- strategies and modules that cannot be used ------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Infinite(WithHyperparameters):
 
 
 class Seeded(DataModule):
-    def __init__(self, lr: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -130,7 +130,7 @@ class Seeded(DataModule):
         return loader(4)
 
 
-def test_a_resumed_run_sends_no_infinity_again_and_has_both_values_of_a_hyperparameter(tmp_path: Path) -> None:
+def test_a_resumed_run_sends_no_infinity_again_and_has_the_hyperparameters_of_both(tmp_path: Path) -> None:
     for steps in (6, 8):
         logger = MLFlowLogger("exp", tracking_uri=f"sqlite:///{tmp_path}/own.db", artifact_location="./artifacts")
         trainer = quiet(
@@ -145,7 +145,7 @@ def test_a_resumed_run_sends_no_infinity_again_and_has_both_values_of_a_hyperpar
     points = logger.experiment.get_metric_history(logger.run_id, "odd")
     assert sorted(point.step for point in points) == list(range(1, 9))
     parameters = logger.experiment.get_run(logger.run_id).data.params
-    assert (parameters["lr"], parameters["data/lr"]) == ("0.5", "77")
+    assert (parameters["lr"], parameters["size"]) == ("0.5", "77")
 
 
 WRONG: dict[str, dict[str, Any]] = {

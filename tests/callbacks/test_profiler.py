@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pstats
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import Callback, ConfigError, Trainer, TrainModule
-from trainer.callbacks import AdvancedProfiler, ModelCheckpoint, SimpleProfiler
+from trainer.callbacks import AdvancedProfiler, ModelCheckpoint, Profiler, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
 from trainer.loop.callback_list import CallbackList
 from trainer.metrics.phases import (
@@ -262,7 +264,7 @@ def test_a_phase_listener_is_notified_of_phases_that_end_with_an_error() -> None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_table_is_printed_once_and_counts_fit_alone(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
+def test_each_run_has_its_table(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
     class Fails(Toy):
         def on_train_epoch_end(self) -> None:
             if fails:
@@ -275,10 +277,13 @@ def test_the_table_is_printed_once_and_counts_fit_alone(capsys: pytest.CaptureFi
             trainer.fit(module, loader(2), loader(1))
     else:
         trainer.fit(module, loader(2), loader(1))
-    calls = dict(profiler.calls)
-    trainer.validate(module, loader(3))
-    assert profiler.calls == calls
     assert capsys.readouterr().out.count("part of fit") == 1
+    trainer.validate(module, loader(3))
+    assert profiler.calls[EVALUATION] == 3
+    assert FORWARD not in profiler.calls
+    printed = capsys.readouterr().out
+    assert printed.count("part of validate") == 1
+    assert "part of fit" not in printed
 
 
 def test_profiling_changes_no_number() -> None:
@@ -290,9 +295,110 @@ def test_profiling_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize("kind", [SimpleProfiler, AdvancedProfiler])
-def test_a_filename_may_have_folders_and_is_checked_at_the_start(kind: Any, tmp_path: Path) -> None:
+def test_names_of_files(kind: Any, tmp_path: Path) -> None:
     with raises_recorded(ConfigError):
         kind(dirpath=tmp_path, filename="a\0b")
     trainer = quiet(max_steps=1, callbacks=[kind(dirpath=tmp_path / "a", filename="b/c")])
     trainer.fit(Toy(), loader())
-    assert (tmp_path / "a" / "b" / "c.txt").read_text()
+    trainer.validate(Toy(), loader())
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"fit-b_c.txt", "validate-b_c.txt"}
+    assert (tmp_path / "a" / "fit-b_c.txt").read_text()
+
+
+def test_a_file_without_a_folder_is_with_the_logs(tmp_path: Path) -> None:
+    trainer = quiet(max_steps=1, profiler=SimpleProfiler(filename="times"), default_root_dir=tmp_path)
+    trainer.fit(Toy(), loader())
+    assert "part of fit" in (Path(trainer.log_dir) / "fit-times.txt").read_text()
+
+
+def profiled_in_each_process(folder: str) -> None:
+    profiler = SimpleProfiler(dirpath=folder, filename="times")
+    quiet(max_steps=1, strategy="ddp", devices=2, profiler=profiler).fit(Toy(), loader())
+
+
+def test_each_process_has_its_file(tmp_path: Path) -> None:
+    run_distributed(profiled_in_each_process, 2, str(tmp_path / "times"))
+    assert {path.name for path in (tmp_path / "times").iterdir()} == {"fit-times-0.txt", "fit-times-1.txt"}
+
+
+# -- actions of your own, and profilers of your own --------------------------------------------------------------------
+
+
+def test_own_actions_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    profiler = SimpleProfiler(clock=clock)
+    for seconds in (3, 1):
+        clock.now += 50  # in none
+        with profiler.profile("load"):
+            clock.now += seconds
+            with profiler.profile("decode"):
+                clock.now += 2
+    assert profiler.recorded_durations == {"load": [5, 3], "decode": [2, 2]}
+    assert profiler.seconds == {"load": 4, "decode": 4}
+    profiler.describe()
+    assert re.search(r"^load +2 +4\.000 +2000\.000 +50\.0%$", capsys.readouterr().out, flags=re.MULTILINE)
+    with raises_recorded(ConfigError):
+        profiler.stop("load")
+    profiler.start("load")
+    with raises_recorded(ConfigError):
+        profiler.start("load")
+
+
+def test_own_actions_in_a_run() -> None:
+    clock = Clock()
+    profiler = SimpleProfiler(clock=clock)
+
+    class Measured(Slow):
+        def on_train_epoch_start(self) -> None:
+            with self.trainer.profiler.profile(BACKWARD):  # a name that a phase has, too
+                clock.now += 1.5
+
+    trainer = quiet(max_epochs=2, profiler=profiler)
+    with profiler.profile("all of it"):
+        trainer.fit(Measured(clock), loader(2))
+    assert profiler.recorded_durations[BACKWARD] == [1.5, 1.5]
+    assert profiler.seconds[BACKWARD] == 3 + 4 * 3
+    assert profiler.recorded_durations["all of it"] == [sum(profiler.seconds.values())]
+
+
+class Counts(Profiler):
+    """A profiler as one writes it for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+        self.open: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        self.started.append(action_name)
+        self.open.append(action_name)
+
+    def stop(self, action_name: str) -> None:
+        assert self.open.pop() == action_name
+
+    def summary(self) -> str:
+        return f"{self.started.count(FORWARD)} forwards, {self.started.count('mine')} of mine"
+
+
+def test_a_profiler_of_your_own_gets_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    class Measured(Toy):
+        def on_train_start(self) -> None:
+            with self.trainer.profiler.profile("mine"):
+                pass
+
+    profiler = Counts()
+    quiet(max_epochs=1, profiler=profiler).fit(Measured(), loader(3))
+    assert {DATA, FORWARD, BACKWARD, OPTIMIZER} <= {*profiler.started}
+    assert capsys.readouterr().out.count("3 forwards, 1 of mine\n") == 1
+
+
+def test_functions_of_own_actions(tmp_path: Path) -> None:
+    profiler = AdvancedProfiler(dirpath=tmp_path / "out", dump_stats=True)
+    with profiler.profile("sort/it"), profiler.profile("inner"):
+        sorted([3, 1])
+    profiler.describe()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"profile.txt", "sort_it.prof", "inner.prof"}
+    assert "sorted" in (tmp_path / "out" / "profile.txt").read_text()
+    assert any("sorted" in str(name) for name in vars(pstats.Stats(str(tmp_path / "out" / "inner.prof")))["stats"])
+    with raises_recorded(ConfigError):
+        profiler.stop("inner")

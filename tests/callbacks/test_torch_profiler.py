@@ -104,6 +104,41 @@ def test_after_an_error_what_there_is_is_written() -> None:
 def test_mistakes() -> None:
     with raises_recorded(ConfigError):
         TorchProfiler(wait=-1, active=0)
+    with raises_recorded(ConfigError):
+        TorchProfiler(sort_by_key="price")  # type: ignore[arg-type]
+
+
+def test_a_schedule_and_a_handler_as_in_lightning(tmp_path: Path) -> None:
+    taken: list[Any] = []
+    profiler = TorchProfiler(
+        dirpath=tmp_path / "ops",
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=2),
+        on_trace_ready=lambda recorded: taken.append(recorded.key_averages()),
+        activities=[torch.profiler.ProfilerActivity.CPU],
+    )
+    quiet(max_epochs=1, profiler=profiler).fit(Toy(), loader(10))
+    assert [sum(one.key == FORWARD for one in averages) for averages in taken] == [1, 1]
+    assert not profiler.traces
+    assert not (tmp_path / "ops").exists()
+
+
+def test_names_and_tables_of_files(tmp_path: Path) -> None:
+    class Measured(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            with self.trainer.profiler.profile("my part"):
+                return super().training_step(batch, batch_idx)
+
+    options: dict[str, Any] = {"wait": 0, "warmup": 1, "active": 1, "sort_by_key": "count"}
+    folder = tmp_path / "ops"
+    for limit in (2, -1):
+        profiler = TorchProfiler(folder, f"of{limit}", row_limit=limit, **options)
+        quiet(max_epochs=1, profiler=profiler).fit(Measured(), loader(3))
+        assert named(profiler.traces[0])["my part"] == 1
+    assert {path.name for path in folder.iterdir()} == {
+        f"of{limit}.rank0.2.{ending}" for limit in (2, -1) for ending in ("txt", "pt.trace.json.gz")
+    }
+    few, every = ((folder / f"of{limit}.rank0.2.txt").read_text().splitlines() for limit in (2, -1))
+    assert len(every) > len(few) + 20
 
 
 def on_a_process(folder: str) -> list[str]:

@@ -107,18 +107,17 @@ def test_arguments_by_position_are_lightnings(name: str) -> None:
             here(*[None] * (len(expected) + 1))
 
 
-def test_arguments_beyond_those_here_have_lightnings_names(tmp_path: Path) -> None:
-    assert LambdaCallback(None, None, print).on_fit_start is print
+def test_arguments_by_position(tmp_path: Path) -> None:
     stopping = EarlyStopping("val_loss", 0.0, 3, True, "max")
     assert (stopping.verbose, stopping.mode) == (True, "max")
     assert ModelCheckpoint(tmp_path, None, "val_loss", True, None, 2, False, False, "max").save_top_k == 2
-    AdvancedProfiler(tmp_path, "name", 1.0, False)
-    with raises_recorded(ArgumentError):
-        AdvancedProfiler(tmp_path, "name", 1.0, True)
+    assert AdvancedProfiler(tmp_path, "name", 1.0, True).dump_stats
     with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, dump_stats=True)
     with raises_recorded(ArgumentError):
         AdvancedProfiler(tmp_path, "name", 1.0, False, 1)
+    with raises_recorded(ArgumentError):
+        LambdaCallback(None, None, print)
     with raises_recorded(ArgumentError):
         TrainModule(1, 2)
     with raises_recorded(ArgumentError):
@@ -133,7 +132,7 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
-    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, "Trainer": VIEWED}.get(name, {})
+    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, **VIEWED}.get(name, {})
     if row in words or method in words or method in aliases:
         return True
     if not argument:

@@ -155,14 +155,15 @@ def test_load_from_checkpoint(
         assert loaded(load()) == {"body": True, "extra": False}
 
 
-def test_a_contradiction_is_refused(library: Library, written: Path) -> None:
+@pytest.mark.parametrize("of_module", [False, True])
+def test_a_contradiction_is_refused(of_module: bool, library: Library, written: Path) -> None:
     class Net(net_of(library)):  # type: ignore[misc]
         def __init__(self, layers: Any) -> None:
             super().__init__(layers)
-            self.strict_loading = False
+            self.strict_loading = of_module
 
-    with pytest.raises((ValueError, ConfigError), match=r"strict=True.*strict_loading=False"):
-        Net.load_from_checkpoint(written, strict=True, **OTHER, **weights_only(library))
+    with pytest.raises((ValueError, ConfigError), match=f"strict={not of_module}.*strict_loading={of_module}"):
+        Net.load_from_checkpoint(written, strict=not of_module, **OTHER, **weights_only(library))
 
 
 MAP_LOCATIONS: dict[str, tuple[Any, str]] = {

@@ -34,8 +34,8 @@ from trainer.strategies import DDPStrategy
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "strategy misspelt": {"strategy": "dpd"},
     "strategy class": {"strategy": DDPStrategy},
-    "strategy of old": {"strategy": "ddp_spawn"},
-    "strategy with its option in the name": {"strategy": "ddp_find_unused_parameters_true"},
+    "strategy of old": {"strategy": "dp"},
+    "strategy with its option in the name": {"strategy": "deepspeed_stage_1_offload"},
     "precision misspelt": {"precision": "bf61-mixed"},
     "accelerator misspelt": {"accelerator": "cudda"},
     "accelerator not there": {"accelerator": "mps"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.compat.accelerators import ACCELERATORS, XLAAccelerator
 from trainer.compat.names import BESIDE_VIEWS
 from trainer.data.combined_loader import CombinedLoader
 from trainer.names.aliases import Alias
@@ -234,7 +235,21 @@ class _Planned:
         return getattr(self._strategy, name)
 
 
-VIEWS: dict[str, Callable[[Trainer], View]] = {
+def _val_batches(bar: Any) -> int | float:
+    """Return the batches of the validation in this epoch; 0 without one."""
+    trainer = bar.trainer
+    every: int = trainer.check_val_every_n_epoch or 1
+    return 0 if (trainer.current_epoch + 1) % every else sum(trainer.num_val_batches)
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "trainer": lambda bar: bar._run[0],
+    "print": lambda bar: bar.trainer.print,
+    "total_train_batches": lambda bar: bar.trainer.num_training_batches,
+    "total_val_batches": _val_batches,
+    "is_enabled": lambda bar: bar.refresh_rate > 0,
+    "is_disabled": lambda bar: bar.refresh_rate == 0,
+    "accelerator": lambda trainer: ACCELERATORS.get(trainer.config.device_type, XLAAccelerator)(),
     "fit_loop": lambda trainer: FitLoop("fit_loop", trainer=trainer, kind="train"),
     "validate_loop": lambda trainer: EvaluationLoop("validate_loop", trainer=trainer, kind="val"),
     "test_loop": lambda trainer: EvaluationLoop("test_loop", trainer=trainer, kind="test"),
@@ -243,4 +258,4 @@ VIEWS: dict[str, Callable[[Trainer], View]] = {
     "_checkpoint_connector": lambda trainer: View("_checkpoint_connector", _ckpt_path=trainer.ckpt_path),
     "_logger_connector": _logger_connector,
 }
-"""Lightning's attribute of a Trainer -> the function that makes the view."""
+"""Lightning's attribute of a Trainer or a progress bar -> the function that makes the view."""

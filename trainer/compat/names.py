@@ -91,11 +91,13 @@ NAMES: dict[str, str] = {
     "_AcceleratorConnector": "trainer.compat.inside:AcceleratorConnector",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
-    "CPUAccelerator": "Trainer(accelerator='cpu')",
-    "CUDAAccelerator": "Trainer(accelerator='cuda')",
-    "MPSAccelerator": "Trainer(accelerator='mps')",
-    "TPUAccelerator": "Trainer(accelerator='tpu')",
-    "XLAAccelerator": "Trainer(strategy='xla')",
+    **dict.fromkeys(
+        ("accelerators.Accelerator", "accelerators.accelerator.Accelerator"), "trainer.compat.accelerators:Accelerator"
+    ),
+    "CPUAccelerator": "trainer.compat.accelerators:CPUAccelerator",
+    "CUDAAccelerator": "trainer.compat.accelerators:CUDAAccelerator",
+    "MPSAccelerator": "trainer.compat.accelerators:MPSAccelerator",
+    **dict.fromkeys(("TPUAccelerator", "XLAAccelerator"), "trainer.compat.accelerators:XLAAccelerator"),
     "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
     "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
     "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
@@ -150,6 +152,7 @@ NAMES: dict[str, str] = {
         ("CometLogger", "LitLogger", "NeptuneLogger"), "a Tracker of your own: twenty lines, see the page 'loggers'"
     ),
     "DummyLogger": "trainer.logger:DummyLogger",
+    "ExperimentWriter": "trainer.callbacks:CSVLogger",
     # the rest
     "LightningCLI": "trainer.cli.lightning_cli:LightningCLI",
     "LightningArgumentParser": "trainer.cli.lightning_cli:LightningArgumentParser",
@@ -210,9 +213,11 @@ _BARS = {
         ),
         "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
-    **dict.fromkeys(("is_disabled", "is_enabled", "enable"), "refresh_rate=0 to show nothing"),
-    "trainer": "the argument of each hook",
-    "print": "trainer.print",
+    **dict.fromkeys(
+        tuple(f"total_{kind}_batches_current_dataloader" for kind in ("val", "test", "predict")),
+        "trainer.num_val_batches[dataloader_idx], and num_test_batches and num_predict_batches",
+    ),
+    "enable": "refresh_rate=0 to show nothing",
 }
 
 _ENGINE = {
@@ -252,7 +257,6 @@ WORDS: dict[str, dict[str, str]] = {
         "size": "an attribute of your own",
     },
     "Trainer": {
-        "accelerator": "trainer.device, the device of this process, or trainer.strategy",
         "distributed_sampler_kwargs": "trainer.readers and trainer.reader, for num_replicas and rank",
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
@@ -291,21 +295,13 @@ WORDS: dict[str, dict[str, str]] = {
             ("log_audio", "log_video"), "self.logger.experiment.log({key: wandb.Video(...)}), or wandb.Audio"
         ),
     },
-    "AdvancedProfiler": {
-        "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)"
-    },
     "PyTorchProfiler": {
         "function_events": "the table next to the trace in `profile/` of the run directory",
-        "(filename)": "dirpath=",
-        "(group_by_input_shapes)": "record_shapes=True",
         "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
-        **dict.fromkeys(
-            ("(export_to_chrome)", "(row_limit)", "(sort_by_key)", "(table_kwargs)"),
-            "nothing: traces are always written, and a table of the most expensive operators",
-        ),
         "(record_module_names)": "with_stack=True",
-        "(schedule)": "wait=, warmup=, active= and repeat=",
-        "(on_trace_ready)": "dirpath=, the folder of the traces",
+        "(export_to_chrome)": "nothing: traces are always written",
+        "(group_by_input_shapes)": "record_shapes=True",
+        "(table_kwargs)": "on_trace_ready=, a function that prints its argument's key_averages().table(...)",
     },
     "Engine": _ENGINE,
     "TensorBoardLogger": dict.fromkeys(("(flush_secs)", "(max_queue)"), "flush_seconds="),
@@ -375,11 +371,14 @@ FORMER_HOOKS = {
 }
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
-VIEWED = (
-    *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
-    *("_accelerator_connector", "_checkpoint_connector", "_logger_connector"),
-)
-"""Attributes of Lightning's Trainer of which `trainer.compat.inside` has a view."""
+VIEWED = {
+    "Trainer": (
+        *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
+        *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "accelerator"),
+    ),
+    "ProgressBar": ("trainer", "print", "total_train_batches", "total_val_batches", "is_enabled", "is_disabled"),
+}
+"""Lightning's class -> attributes of which `trainer.compat.inside` has a view."""
 
 BESIDE_VIEWS = (
     "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"
@@ -423,26 +422,6 @@ HOMES: dict[str, str] = {
 
 THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
 """Our class -> Lightning's name for it, where that is another one."""
-
-FURTHER_ARGUMENTS = {
-    "AdvancedProfiler": "dump_stats",
-    "LambdaCallback": (
-        "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_batch_start "
-        "on_train_batch_end on_train_epoch_start on_train_epoch_end on_validation_epoch_start "
-        "on_validation_epoch_end on_test_epoch_start on_test_epoch_end on_validation_batch_start "
-        "on_validation_batch_end on_test_batch_start on_test_batch_end on_train_start on_train_end "
-        "on_validation_start on_validation_end on_test_start on_test_end on_exception on_save_checkpoint "
-        "on_load_checkpoint on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad "
-        "on_predict_start on_predict_end on_predict_batch_start on_predict_batch_end on_predict_epoch_start "
-        "on_predict_epoch_end"
-    ),
-    "ModelCheckpoint": "enable_version_counter",
-    "PyTorchProfiler": (
-        "filename group_by_input_shapes emit_nvtx export_to_chrome row_limit sort_by_key record_module_names "
-        "table_kwargs"
-    ),
-}
-"""Lightning's class -> arguments that its constructor takes by position after those that ours takes."""
 
 MODULES = (
     "__about__ __version__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
@@ -507,7 +486,8 @@ EXPORTS = {
 
 TRAINER_ARGUMENTS = {
     **accelerate.TRAINER_ARGUMENTS,
-    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
+    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, "
+    "num_sanity_val_steps=0",
     "max_grad_norm": "gradient_clip_val=",
     "config": "trainer fit --config FILE",
     "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
@@ -529,19 +509,20 @@ OTHER_PRECISIONS = {
 OTHER_STRATEGIES = {
     "dp": "'ddp'",
     "model_parallel": "'fsdp'",
-    "fsdp_cpu_offload": "FSDPStrategy(cpu_offload=True) from trainer.strategies",
-    "ddp_fork": "'ddp': it starts its processes itself",
-    "ddp_spawn": "'ddp': it starts its processes itself",
-    "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
-    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
-    "ddp_find_unused_parameters_false": "'ddp'",
     "multi_gpu": "'ddp'",
     "fsdp2": "'fsdp'",
     **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
     "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
-    "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
+    **dict.fromkeys(("tpu", "single_tpu", "single_xla"), "'xla' or 'xla_fsdp', with accelerator='tpu'"),
 }
 """Names of other trainers' strategies -> the equivalent here."""
+
+SAME_STRATEGIES: dict[str, tuple[str, dict[str, bool]]] = {
+    r"ddp(_spawn|_fork|_notebook)(_find_unused_parameters_false)?|ddp_find_unused_parameters_false": ("ddp", {}),
+    r"ddp(_spawn|_fork|_notebook)?_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "fsdp_cpu_offload": ("fsdp", {"cpu_offload": True}),
+}
+"""Pattern of Lightning's names of strategies -> the name here, and its options."""
 
 ENGINE_ARGUMENTS = {
     **accelerate.ENGINE_ARGUMENTS,
@@ -591,11 +572,10 @@ STRATEGY_OPTIONS = {
 DEFAULTS: dict[str, dict[str, tuple[object, ...]]] = {
     "Trainer": {"barebones": (False,), "model_registry": (None,), "enable_autolog_hparams": (True,)},
     "ModelCheckpoint": {"enable_version_counter": (True,)},
-    "AdvancedProfiler": {"dump_stats": (False,)},
     "PyTorchProfiler": {
-        **dict.fromkeys(("filename", "sort_by_key", "table_kwargs"), (None,)),
-        **dict.fromkeys(("group_by_input_shapes", "emit_nvtx"), (False,)),
+        **dict.fromkeys(("emit_nvtx", "group_by_input_shapes"), (False,)),
         **dict.fromkeys(("export_to_chrome", "record_module_names"), (True,)),
+        "table_kwargs": (None,),
     },
 }
 """Lightning's class -> an argument that is not here -> values with which it may be given, because they change nothing.

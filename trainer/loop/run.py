@@ -19,6 +19,7 @@ from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGua
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
+from trainer.errors import ConfigError
 from trainer.fault_tolerance.collective_check import require_same_call
 from trainer.guards.gradient_norms import clipping_finds_it
 from trainer.guards.guards import Guards
@@ -516,12 +517,23 @@ class Run:
         return {**stored, **({"arguments": named} if named else {}), "kinds": kinds}
 
     def logged_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters for the loggers: none from `save_hyperparameters(logger=False)`."""
+        """Return the hyperparameters for the loggers: none from `save_hyperparameters(logger=False)`.
+
+        Raises:
+            ConfigError: there are loggers, and a name has two values.
+        """
         kept = self.hyperparameters()
         for name, one in self._with_hyperparameters.items():
             if not vars(one).get("_hparams_for_loggers", True):
                 kept[name] = {}
-        return {"module": kept["module"], "data": kept["data"]}
+        module, data = kept["module"], kept["data"]
+        twice = [name for name in module.keys() & data.keys() if repr(module[name]) != repr(data[name])]
+        if twice and self.loggers:
+            raise ConfigError(
+                f"the hyperparameters {', '.join(sorted(map(str, twice)))} of the module and of the data module have "
+                "different values. Rename one, or call save_hyperparameters(logger=False) in one of the two."
+            )
+        return {"module": module, "data": data}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class PhaseListener(Protocol):
 
 def phase_of(callbacks: Iterable[Any]) -> Phase:
     """Return the `phase` of a run, which notifies the callbacks that are listeners."""
-    listeners = tuple(callback for callback in callbacks if issubclass(type(callback), PhaseListener))
+    able = (callback for callback in callbacks if issubclass(type(callback), PhaseListener))
+    listeners = tuple(callback for callback in able if getattr(callback, "hears_phases", True))
     return partial(_AnnouncedPhase, listeners) if listeners else unheard
 
 
@@ -101,12 +102,19 @@ class PhaseClock:
         self._clock, self._outside = clock, outside
         self._inside: list[str] = []
         self._last = 0.0
+        self.runs = False
+        """Whether time outside of all phases is counted: between `start` and `stop`."""
 
     def start(self) -> None:
         """Begin again, outside of all phases."""
         self.seconds.clear()
         self._inside.clear()
-        self._last = self._clock()
+        self._last, self.runs = self._clock(), True
+
+    def stop(self) -> None:
+        """Leave out what follows, except for phases."""
+        self.count()
+        self.runs = False
 
     def begin(self, name: str) -> None:
         """Count what follows as time of the phase, until another one begins inside it."""
@@ -124,6 +132,7 @@ class PhaseClock:
     def count(self) -> None:
         """Add the time since the last call to the innermost phase."""
         now = self._clock()
-        name = self._inside[-1] if self._inside else self._outside
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        if self._inside or self.runs:
+            name = self._inside[-1] if self._inside else self._outside
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now

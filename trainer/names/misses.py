@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from inspect import getattr_static, signature
 from typing import TYPE_CHECKING, Any
@@ -79,16 +80,16 @@ def words_for(table: str, names: Iterable[str]) -> dict[str, str]:
     return {name: words for name, words in words_in(table).items() if name in wanted}
 
 
+def same_strategy(name: str) -> tuple[str, dict[str, bool]]:
+    """Return the name here of a strategy that has another one in Lightning, and its options; else the name itself."""
+    from trainer.compat.names import SAME_STRATEGIES
+
+    return next((same for one, same in SAME_STRATEGIES.items() if re.fullmatch(one, name)), (name, {}))
+
+
 def is_default(kind: str, name: object, value: object) -> bool:
     """Whether an argument that a class does not have is given with Lightning's default, which changes nothing."""
     from trainer.compat.names import DEFAULTS, THEIRS
 
     defaults = DEFAULTS.get(THEIRS.get(kind, kind), {}).get(str(name), ())
     return any(type(value) is type(one) and value == one for one in defaults)
-
-
-def further_arguments(kind: str) -> list[str]:
-    """Return the positional arguments that the constructor of Lightning's class takes after ours."""
-    from trainer.compat.names import FURTHER_ARGUMENTS, THEIRS
-
-    return FURTHER_ARGUMENTS.get(THEIRS.get(kind, kind), "").split()
