@@ -324,7 +324,6 @@ def test_lightnings_defaults_of_what_is_not_here_may_be_given() -> None:
     "line",
     [
         "from trainer.utilities.imports import _TORCH_GREATER_EQUAL_1_10",
-        "from trainer.utilities.model_summary import ModelSummary",
         "from trainer.data import LightningDataset",
         "from trainer.fabric.wrappers import is_wrapped",
     ],

@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -21,6 +21,20 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return {}
     return {name: values[name] for name in names[1:]} | more
+
+
+class ModelSummary(str):
+    """The table of a module's layers as text, and the numbers of its parameters."""
+
+    def __new__(cls, model: torch.nn.Module, max_depth: int = 1) -> Self:
+        """Return the table down to a depth; -1: all of it."""
+        from trainer.callbacks.model_summary import summarize
+
+        return super().__new__(cls, summarize(model, max_depth))
+
+    def __init__(self, model: torch.nn.Module, max_depth: int = 1) -> None:
+        self.total_parameters = sum(one.numel() for one in model.parameters())
+        self.trainable_parameters = sum(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 def get_filesystem(path: Any, **options: Any) -> Any:

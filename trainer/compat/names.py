@@ -79,8 +79,7 @@ NAMES: dict[str, str] = {
             *("utilities.model_summary.ModelSummary", "utilities.model_summary.model_summary.ModelSummary"),
             "core.memory.ModelSummary",
         ),
-        "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text; the callback "
-        "is trainer.callbacks.ModelSummary",
+        "trainer.compat.helpers:ModelSummary",
     ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # the inside of the Trainer
@@ -99,9 +98,9 @@ NAMES: dict[str, str] = {
     "MPSAccelerator": "trainer.compat.accelerators:MPSAccelerator",
     **dict.fromkeys(("TPUAccelerator", "XLAAccelerator"), "trainer.compat.accelerators:XLAAccelerator"),
     "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
-    "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
-    "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
-    "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
+    "CheckpointIO": "trainer.compat.plugins:CheckpointIO",
+    "AsyncCheckpointIO": "trainer.compat.plugins:AsyncCheckpointIO",
+    "TorchCheckpointIO": "trainer.compat.plugins:TorchCheckpointIO",
     "Precision": "trainer.precision:Precision",
     "PrecisionPlugin": "trainer.precision:Precision",
     "MixedPrecision": "trainer.compat.plugins:MixedPrecision",
@@ -265,7 +264,6 @@ WORDS: dict[str, dict[str, str]] = {
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
         "val_check_batch": "trainer.val_check_interval",
-        "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
         "_data_connector": "trainer.train_loader, val_loaders",
         "_callback_connector": "trainer.callbacks",
         "_results": "trainer.callback_metrics",
@@ -314,7 +312,6 @@ WORDS: dict[str, dict[str, str]] = {
         "all_gather": "TrainModule.all_gather, or strategy.processes.all_gather_object for data",
         "batch_to_device": "strategy.to_device",
         "block_backward_sync": "strategy.gradient_sync",
-        "checkpoint_io": "trainer.save_checkpoint, and ModelCheckpoint(dirpath=) for storage of another kind",
         "distributed_sampler_kwargs": "nothing: a plain DataLoader is made to read its process's share",
         **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), "strategy.call_step"),
         **dict.fromkeys(("pre_backward", "post_backward"), "an override of strategy.backward"),
@@ -326,7 +323,6 @@ WORDS: dict[str, dict[str, str]] = {
         "optimizer_step": "strategy.step",
         "parallel_devices": "strategy.device, that of this process",
         "process_dataloader": "on_after_batch_transfer, or the DataLoader itself",
-        "save_checkpoint": "trainer.save_checkpoint",
         "setup": "an override of strategy.setup_module or strategy.setup_optimizers",
         "tensor_init_context": "strategy.init_context",
         "cluster_environment": "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each process",
@@ -376,8 +372,9 @@ FORMER_HOOKS = {
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
 VIEWED = {
-    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "accelerator"), "Trainer"),
+    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "accelerator", "barebones"), "Trainer"),
     **dict.fromkeys(("_accelerator_connector", "_checkpoint_connector", "_logger_connector"), "Trainer"),
+    "checkpoint_io": "ParallelStrategy",
     **dict.fromkeys(("trainer", "print", "is_enabled", "is_disabled"), "ProgressBar"),
     **dict.fromkeys(("total_train_batches", "total_val_batches"), "ProgressBar"),
 }
@@ -400,6 +397,9 @@ STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of thes
     "num_nodes": "processes.num_nodes",
     "num_processes": "processes.world_size",
     "is_global_zero": "processes.is_global_zero",
+    "load_checkpoint": "checkpoint_io.load_checkpoint",
+    "save_checkpoint": "checkpoint_io.save_checkpoint",
+    "remove_checkpoint": "checkpoint_io.remove_checkpoint",
 }
 """Members of Lightning's strategies that have another name here -> the path of the attribute here."""
 
