@@ -57,7 +57,7 @@ Load = Callable[[Path], dict[str, Any]]
 
 
 class FilesBeside(NamedTuple):
-    """How files are written beside the folders of committed checkpoints, and removed; both get the folder."""
+    """Functions that write and remove the files beside the folders of committed checkpoints, and get the folder."""
 
     write: Callable[[Path], None]
     remove: Callable[[StoragePath], None]

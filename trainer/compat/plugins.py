@@ -9,8 +9,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
+import torch
+
 from trainer.checkpoint.lightning_file import save_file
-from trainer.compat.helpers import load
 
 
 class _Placeholder:
@@ -134,7 +135,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the entries of a file; by default only data and tensors are read."""
-        entries: dict[str, Any] = load(path, map_location or "cpu", weights_only)
+        restricted = weights_only is not False
+        entries: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=restricted)
         return entries
 
     def remove_checkpoint(self, path: Any) -> None:
