@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
+class WriteInterval(StrEnum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether `write_on_batch_end` is called."""
+        return self is not self.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether `write_on_epoch_end` is called."""
+        return self is not self.BATCH
+
+
 class BasePredictionWriter(Callback):
     """Base class of Lightning's prediction writers: subclasses write in `write_on_batch_end` or `write_on_epoch_end`.
 
@@ -38,7 +57,7 @@ class BasePredictionWriter(Callback):
     takes_predictions = True
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
-        self.write_interval = write_interval
+        self.write_interval, self.interval = write_interval, WriteInterval(write_interval)
         self._kept: list[list[Any]] = []
         self._indices: list[list[Any]] = []
 
@@ -80,14 +99,14 @@ class BasePredictionWriter(Callback):
     ) -> None:
         loader = [*trainer.predict_loaders.values()][dataloader_idx]
         indices = loader.indices(0, batch_idx) or []
-        if "batch" in self.write_interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.write_interval:
+        if self.interval.on_epoch:
             self._kept[dataloader_idx].append(_on_cpu(outputs))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
-        if "epoch" in self.write_interval:
+        if self.interval.on_epoch:
             one = len(self._kept) == 1
             predictions, indices = (self._kept[0], self._indices) if one else (self._kept, self._indices)
             self.write_on_epoch_end(trainer, pl_module, predictions, indices)

@@ -383,7 +383,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             hparams_file: a YAML or JSON file with hyperparameters that replace the checkpoint's.
-            weights_only: no effect: no checkpoint contains code.
+            weights_only: False: also read objects, such as classes, from a file, in a process that runs as Lightning;
+                this can run code that is in the file. No other checkpoint contains code.
             strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
@@ -392,7 +393,7 @@ class TrainModule(OptionalMethods, HasHyperparameters, ChecksArguments, Answers,
             CheckpointError: `checkpoint_path` has no valid checkpoint, or its weights do not fit.
         """
         device = read_map_location(map_location)
-        checkpoint = read_located(checkpoint_path)
+        checkpoint = read_located(checkpoint_path, trusted=weights_only is False)
         inside = {"module?": {str: object}, "arguments?": {str: (str, None, {str: [str]})}, "kinds?": {str: dict}}
         kinds = {"model": dict, "added?": dict, "base?": {str: int}, "progress?": dict, "hyperparameters?": inside}
         require(checkpoint, kinds, "the checkpoint")

@@ -231,7 +231,8 @@ class Trainer:
             ckpt_path: the checkpoint to resume from: a folder, a file in Lightning's shape, "best", or "last", which
                 starts a new training if there is no checkpoint yet, so that one command both starts and restarts a job.
                 A run directory stands for its last checkpoint.
-            weights_only: has no effect, because no checkpoint contains code.
+            weights_only: False: also read objects from a file, in a process that runs as Lightning. They can run code.
+                No other checkpoint contains code.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.runs.facts.GROUPS`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
@@ -245,7 +246,7 @@ class Trainer:
                 complete and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
-        call = self._call("fit", module, data, datamodule, ckpt_path, others)
+        call = self._call("fit", module, data, datamodule, ckpt_path, others, weights_only)
         with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
             ends = run.progress.step >= run.clock.last_step or run.clock.coordinator.requested
@@ -280,7 +281,8 @@ class Trainer:
                 None: the module's weights.
             verbose: print the values.
             datamodule: provides the loaders instead.
-            weights_only: has no effect, because no checkpoint contains code.
+            weights_only: False: also read objects from a file, in a process that runs as Lightning. They can run code.
+                No other checkpoint contains code.
             others: Lightning's further names of these arguments.
 
         Raises:
@@ -288,7 +290,7 @@ class Trainer:
             CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
         require_bool("verbose", verbose)
-        call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
+        call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others, weights_only)
         with self._start(call) as run:
             return self._printed(run_evaluation(run), verbose)
 
@@ -304,7 +306,7 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments, results and errors are as in `validate`."""
         require_bool("verbose", verbose)
-        call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
+        call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others, weights_only)
         with self._start(call) as run:
             return self._printed(run_evaluation(run), verbose)
 
@@ -332,7 +334,7 @@ class Trainer:
             ConfigError, CheckpointError: as in `validate`.
         """
         require_bool("return_predictions", return_predictions)
-        call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others)
+        call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others, weights_only)
         with self._start(call) as run:
             kept = return_predictions
             if kept is None:
@@ -478,7 +480,9 @@ class Trainer:
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
         others: dict[str, Any],
+        weights_only: bool | None,
     ) -> Call:
+        self._session.reads_objects = weights_only is False
         best = self.checkpoint_callback.best_model_path if self.checkpoint_callback is not None else ""
         return read_call(stage, module, data, datamodule, ckpt_path, others, self._run, best)
 

@@ -260,11 +260,12 @@ class KeptCheckpoints:
         obsolete = [] if LEFT_OUT in info else [one for one in self._obsolete if one != name]
         last = name if moves_last and name == self.listed.last else None
         best, begun = self.best, time.monotonic()
+        write_file = None if self.files is None else self.files.writer()
 
         def commit() -> None:
             self.write_seconds = time.monotonic() - begun
             if group.rank == 0:
-                self._write_beside(path)
+                self._write_beside(path, write_file)
                 self._set_pointers(name, last, best, moves_best)
                 self._delete(obsolete, name)
 
@@ -276,10 +277,10 @@ class KeptCheckpoints:
         thread_group = group_of_thread(f"writing/{path}/{self._writes}", self._sent)
         self.writer.start(path, state, info, commit, group, thread_group, overwrite)
 
-    def _write_beside(self, folder: StoragePath) -> None:
-        if self.files is not None and isinstance(folder, Path):
+    def _write_beside(self, folder: StoragePath, write_file: Callable[[Path], None] | None) -> None:
+        if write_file is not None and isinstance(folder, Path):
             try:
-                self.files.write(folder)
+                write_file(folder)
             except CheckpointError as error:
                 raise WriteError(f"{folder} was written, and {reason(error)}. 'last' finds the folder.") from error
 
@@ -289,7 +290,7 @@ class KeptCheckpoints:
             path = self.folder / name
             if not is_beside(path):
                 try:
-                    self._write_beside(path)
+                    self._write_beside(path, self.files and self.files.writer())
                 except WriteError as error:
                     log.warning("%s", error)
 

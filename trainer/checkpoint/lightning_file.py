@@ -8,6 +8,7 @@ so that a training continues here from the file alone as it does from the folder
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,7 +37,7 @@ from trainer.checkpoint.disk import (
     temporary_path_for,
 )
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.hook_checkpoint import ADDED
+from trainer.checkpoint.hook_checkpoint import ADDED, HYPERPARAMETERS, add_objects, is_data, with_objects
 from trainer.checkpoint.manifest import FILE_RECORD, read_manifest
 from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_path, read_small_file
 from trainer.checkpoint.writing import serialize_state
@@ -43,23 +45,33 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 from trainer.names.states import LIGHTNING_VERSION, runs_as_lightning
 
+log = logging.getLogger("trainer")
+
 SUFFIX = ".ckpt"
 OWN = "trainer_checkpoint"
 """The entry with the parts of the folder that Lightning's entries lack."""
+OF_LIGHTNING = {
+    *("state_dict", "hparams_name", "datamodule_hparams_name", "datamodule_hyper_parameters", "epoch", "global_step"),
+    *("loops", "optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "pytorch-lightning_version", OWN),
+}
+"""The other entries are added by hooks, but for the module's hyperparameters."""
 _READER = "trainer.cli.checkpoint.from_lightning"
 """The program that reads a file with the restricted unpickler and writes it as a folder."""
 
 Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
+_written: dict[str, FileEntry] = {}
+"""The files that this process has written while it runs as Lightning: objects in them are read again."""
 Save = Callable[[dict[str, Any], Path], None]
 """Writes the entries of a file, as `save_file` does."""
 Load = Callable[[Path], dict[str, Any]]
 
 
 class FilesBeside(NamedTuple):
-    """Functions that write and remove the files beside the folders of committed checkpoints, and get the folder."""
+    """Functions that write and remove the files beside the folders of committed checkpoints."""
 
-    write: Callable[[Path], None]
+    writer: Callable[[], Callable[[Path], None]]
+    """Returns the function that writes the file of the checkpoint that is being saved."""
     remove: Callable[[StoragePath], None]
 
 
@@ -189,9 +201,26 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
             with open(temporary, "xb") as file:
                 torch.save(checkpoint, file)
             fault_point("after_file")
+        if runs_as_lightning():
+            _written[str(path.resolve())] = _entry_of(path)
     except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
         cause = reason(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise WriteError(f"cannot write {path}: {cause}") from error
+
+
+def save_with_objects(save: Save, checkpoint: dict[str, Any], path: Path, objects: Mapping[str, Any]) -> None:
+    """Write a file with objects, or without them if they cannot be pickled.
+
+    Raises:
+        WriteError: as in `save_file`.
+    """
+    try:
+        save(with_objects(checkpoint, objects), path)
+    except (PicklingError, AttributeError, TypeError) as error:
+        if not objects:
+            raise
+        log.warning("%s does not contain %s, because one of them cannot be pickled: %s", path, [*objects], error)
+        save(checkpoint, path)
 
 
 def write_beside(folder: Path, checkpoint: dict[str, Any], save: Save = save_file) -> None:
@@ -260,9 +289,14 @@ def _entry_of(file: Path) -> FileEntry:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_located(path: str | StoragePath | IOBase, keys: Collection[str] | None = None) -> dict[str, Any]:
+def read_located(
+    path: str | StoragePath | IOBase, keys: Collection[str] | None = None, trusted: bool = False
+) -> dict[str, Any]:
     """Return the state of a checkpoint, as `read_checkpoint`: of a folder, of a pointer such as `.../best`, or a file,
     which may be open, or in memory.
+
+    Args:
+        trusted: see `objects_in`.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
@@ -271,9 +305,41 @@ def read_located(path: str | StoragePath | IOBase, keys: Collection[str] | None 
         with tempfile.TemporaryDirectory() as near:
             copy = Path(near, f"checkpoint{SUFFIX}")
             copy.write_bytes(path.read())
-            return read_located(copy, keys)
-    with as_folder(path) as folder:
-        return read_checkpoint(locate(folder), keys)
+            return read_located(copy, keys, trusted)
+    file = file_at(path)
+    with as_folder(path, trusted=trusted) as folder:
+        state = read_checkpoint(locate(folder), keys)
+    if file is not None and (objects := objects_in(file, trusted)):
+        add_objects(state, objects)
+    return state
+
+
+def objects_in(file: Path, trusted: bool) -> dict[str, Any]:
+    """Return what a file has beside Lightning's own entries, with the module's hyperparameters, objects among them.
+
+    Only in a process that runs as Lightning, and of a file that this process has written, or the caller trusts.
+
+    Args:
+        trusted: whether the caller has given weights_only=False.
+    """
+    if not _has_readable_objects(file, trusted):
+        return {}
+    read = torch.load(file, map_location="cpu", weights_only=False)
+    return {name: value for name, value in read.items() if name not in OF_LIGHTNING}
+
+
+def _has_readable_objects(file: Path, trusted: bool) -> bool:
+    if not runs_as_lightning():
+        return False
+    return trusted or _written.get(str(file.resolve())) == _entry_of(file)
+
+
+def _data_in(file: Path) -> dict[str, Any]:
+    """Return the entries of a file without objects."""
+    read = torch.load(file, map_location="cpu", weights_only=False)
+    hyperparameters = read.get(HYPERPARAMETERS) or {}
+    read[HYPERPARAMETERS] = {name: value for name, value in hyperparameters.items() if is_data(value)}
+    return {name: value for name, value in read.items() if name in OF_LIGHTNING or is_data(value)}
 
 
 def file_at(path: str | StoragePath) -> Path | None:
@@ -283,7 +349,7 @@ def file_at(path: str | StoragePath) -> Path | None:
 
 
 @contextmanager
-def as_folder(path: Given, load: Load | None = None) -> Iterator[Given | Path]:
+def as_folder(path: Given, load: Load | None = None, trusted: bool = False) -> Iterator[Given | Path]:
     """Give the folder of a checkpoint for a file; a path that is not a file is given unchanged.
 
     The folder beside a file is given if the file is unchanged since it was written of that folder. Of any other file,
@@ -291,6 +357,7 @@ def as_folder(path: Given, load: Load | None = None) -> Iterator[Given | Path]:
 
     Args:
         load: returns the entries of a file that `torch.load` need not be able to read.
+        trusted: see `objects_in`.
 
     Raises:
         CheckpointError: the file is damaged, is not a checkpoint, or would run code.
@@ -303,6 +370,8 @@ def as_folder(path: Given, load: Load | None = None) -> Iterator[Given | Path]:
     if _was_written_of(file, beside := file.with_name(file.name.removesuffix(SUFFIX))):
         yield beside
         return
+    if load is None and _has_readable_objects(file, trusted):
+        load = _data_in
     with _folder_near(file) as near:
         if load is not None:
             entries, file = load(file), near / f"read{SUFFIX}"

@@ -134,6 +134,8 @@ class DelayedSaves:
     """True while a checkpoint would hold a part of a validation or of an epoch's end."""
     logged_before: Mapping[int, dict[str, Any]] = {}
     """The states of the loggers, by id, from before the validation that was left."""
+    objects: Mapping[str, Any] = {}
+    """What hooks have added to the newest checkpoint, and only its single file contains."""
 
     def __init__(self) -> None:
         self._saves: list[Callable[[], None]] = []

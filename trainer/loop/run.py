@@ -65,6 +65,8 @@ class Session:
         """The current stage; None: nothing runs."""
         self.progress = Progress()
         self.has_fit = False
+        self.reads_objects = False
+        """True if the call was given weights_only=False; see `objects_in`."""
         self.accumulate_grad_batches = self.configured_window = settings.window
         """Micro-batches of the next window; and of the first window of each `fit`, as set outside of a run."""
         self.fitting_samples: int | None = None

@@ -16,9 +16,9 @@ from trainer.arguments import kept_path
 from trainer.checkpoint.directory import POINTERS
 from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.format import evaluated_weights
-from trainer.checkpoint.hook_checkpoint import loaded_by_hooks
+from trainer.checkpoint.hook_checkpoint import add_objects, loaded_by_hooks
 from trainer.checkpoint.left_out import report_left_out
-from trainer.checkpoint.lightning_file import as_folder, file_at
+from trainer.checkpoint.lightning_file import as_folder, file_at, file_of, is_beside, objects_in
 from trainer.checkpoint.pretrained import open_weights, refuse_adapters_of_other_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, kept_storage_path
 from trainer.data.datamodule import DataModule
@@ -52,6 +52,7 @@ from trainer.model.compile import start_compiling
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.unsupported import refuse_lazy, use_separate_elements
 from trainer.module import TrainModule
+from trainer.names.states import runs_as_lightning
 from trainer.optimizers import check_parameters, parse_optimizers
 from trainer.runs.changes_since_checkpoint import report_changes
 from trainer.runs.describe import start_line
@@ -196,7 +197,7 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     if file is not None and strategy.processes.is_global_zero:
         plugin = given_checkpoint_io(strategy)
         load = None if plugin is None else lambda path: plugin.load_checkpoint(str(path))
-        ckpt_path = cleanup.enter_context(as_folder(file, load))
+        ckpt_path = cleanup.enter_context(as_folder(file, load, session.reads_objects))
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
     run.set_paths(run_dir, path, file)
@@ -214,7 +215,20 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
         report_left_out(path, strategy.processes.is_global_zero)
     as_made(run.module)
     # "last" was verified when it was found.
-    return load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
+    checkpoint = load_training_state(path, ckpt_path != "last", strategy.shards_state, strategy.processes)
+    if runs_as_lightning():
+        add_objects(checkpoint, _objects_of_rank_zero(run, path, file))
+    return checkpoint
+
+
+def _objects_of_rank_zero(run: Run, path: StoragePath, file: Path | None) -> dict[str, Any]:
+    """Return what only the file of a checkpoint contains: the given one, or that beside its folder. Collective."""
+    processes, objects = run.strategy.processes, dict[str, Any]()
+    if file is None and is_beside(path):
+        file = file_at(file_of(path))
+    if processes.is_global_zero and file is not None and given_checkpoint_io(run.strategy) is None:
+        objects = objects_in(file, run.session.reads_objects)
+    return processes.broadcast_object(objects)
 
 
 def note_configuration(run: Run) -> None:

@@ -23,7 +23,7 @@ from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.disk import WriteError, temporary_path_for
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
-from trainer.checkpoint.hook_checkpoint import loaded_by_hooks, saved_by_hooks
+from trainer.checkpoint.hook_checkpoint import HYPERPARAMETERS, loaded_by_hooks, saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
 from trainer.checkpoint.lightning_file import (
     FilesBeside,
@@ -32,6 +32,7 @@ from trainer.checkpoint.lightning_file import (
     lightning_entries,
     remove_beside,
     save_file,
+    save_with_objects,
     write_beside,
     writes_file,
 )
@@ -57,6 +58,7 @@ from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.adapters import adapters
 from trainer.model.hugging_face import hugging_face_models
 from trainer.model.weights import match_buffers
+from trainer.names.states import runs_as_lightning
 from trainer.runs.callback_states import callbacks_by_state_key, identities, owners_of_states, states_of_generators
 from trainer.seed import global_seed
 from trainer.settings import Settings
@@ -568,6 +570,7 @@ def save_state(
             state |= {"average": averages, "evaluated": "average"}
         with saved_by_hooks(state) as shown:
             run.hooks.on_save_checkpoint(shown)
+        run.saves.objects = shown.objects
         weights_alone: dict[str, Any] = {"optimizers": [], "schedulers": [], "scaler": {}, "gradients": []}
         if weights_only:
             about["weights_only"] = True
@@ -618,7 +621,8 @@ def writer_to(
     def write(state: dict[str, Any], about: dict[str, Any]) -> None:
         write_checkpoint(near / "checkpoint", state, info=about, process_group=group)
         if processes.is_global_zero:
-            _save_of(run)({**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}, file)
+            entries = {**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}
+            save_with_objects(_save_of(run), entries, file, _objects(run, entries, run.saves.objects))
 
     try:
         yield write
@@ -630,10 +634,30 @@ def writer_to(
 def files_beside(run: Run) -> FilesBeside:
     """Return how the run's files are written and removed, by a plugin if there is one."""
     plugin = given_checkpoint_io(run.strategy)
+
+    def writer() -> Callable[[Path], None]:
+        saved, save = run.saves.objects, _save_of(run)
+
+        def write(folder: Path) -> None:
+            entries = _lightning_entries(run, folder)
+            objects = _objects(run, entries, saved)
+            write_beside(folder, entries, partial(save_with_objects, save, objects=objects))
+
+        return write
+
     return FilesBeside(
-        lambda folder: write_beside(folder, _lightning_entries(run, folder), _save_of(run)),
+        writer,
         remove_beside if plugin is None else lambda folder: plugin.remove_checkpoint(str(file_of(folder))),
     )
+
+
+def _objects(run: Run, entries: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint cannot store: what hooks have added, and hyperparameters that are not data."""
+    if not runs_as_lightning():
+        return {}
+    stored, added = entries[HYPERPARAMETERS], saved.get(HYPERPARAMETERS, {})
+    left_out = {name: value for name, value in run.module.hparams.items() if name not in stored}
+    return {**saved, HYPERPARAMETERS: {**left_out, **added}} if left_out or added else {**saved}
 
 
 def _save_of(run: Run) -> Save:
