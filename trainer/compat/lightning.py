@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import trainer.compat.finder  # noqa: F401 - which sets the rank of lightning_utilities
 from trainer import __version__
 from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
@@ -88,16 +89,6 @@ def _install() -> None:
             f"running as Lightning {LIGHTNING_VERSION}: {', '.join(PACKAGES)} are trainer {__version__}",
             file=sys.stderr,
         )
-    _tell_the_rank()
-
-
-def _tell_the_rank() -> None:
-    """Set the rank of `lightning_utilities`, if that is installed, as the import of Lightning does."""
-    from trainer.distributed.rank_zero import rank_zero_only
-
-    if find_spec("lightning_utilities") is not None:
-        theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
-        theirs.rank = getattr(theirs, "rank", None) or rank_zero_only.rank
 
 
 _install()
