@@ -37,7 +37,7 @@ class Profiler(Callback):
     """
 
     hears_phases: ClassVar[bool] = True
-    """Whether the phases of a run are actions."""
+    """The phases of a run are actions."""
     dirpath: Path | None = None
     filename: str | None = None
     _stage: str | None = None

@@ -86,7 +86,7 @@ class CSVLogger(FileLogger):
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         text = json.dumps(hyperparameters, indent=2, default=str) + "\n"
-        self.place.write_notes(self._run_dir, self.NAME_HPARAMS_FILE, text)
+        self.write_notes(self.NAME_HPARAMS_FILE, text)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step_or(step)

@@ -67,7 +67,7 @@ class SimpleProfiler(Profiler):
         self.recorded_durations: dict[str, list[float]] = {}
         """The seconds that your own actions took, each time."""
         self.current_actions: dict[str, float] = {}
-        """When the actions in progress began."""
+        """The times at which the actions in progress began."""
         self.synchronize = synchronize
         super().__init__(dirpath, filename)
         self._clock = clock

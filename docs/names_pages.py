@@ -95,7 +95,8 @@ def _rows(name: str) -> list[str]:
         rows += [f"| `{one}` | `{alias.path}` |" for one, alias in vars(Trainer).items() if isinstance(alias, Alias)]
         others = {one: text for one, text in TRAINER_ARGUMENTS.items() if one not in accelerate.TRAINER_ARGUMENTS}
         words |= {f"({one})": text for one, text in others.items()}
-    rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in VIEWED.get(name, ())]
+    viewed = [one for one, owner in VIEWED.items() if owner == name]
+    rows += [f"| `{one}` | a view to read, see [Coming from Lightning](migrating.md) |" for one in viewed]
     for one, text in words.items():
         shown = f"`{name}({one[1:-1]}=)`" if one.startswith("(") else f"`{one}`"
         rows.append(f"| {shown} | {_escaped(text)} |")

@@ -79,7 +79,7 @@ docstrings and comments  | 0.22
 
 journey                  | calls
 Trainer(...)             | 291 > 300
-fit to on_fit_start      | 2066 > 2500
+fit to on_fit_start      | 2071 > 2500
 shell to Trainer.fit     | 1567 > 4500
 save_checkpoint          | 858 > 900
 load_from_checkpoint     | 643 > 700

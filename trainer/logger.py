@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.arguments import make_folder
 from trainer.callback import Callback, Checkpoint
-from trainer.checkpoint.disk import complete_lines, flush_file, reason, replace_file, without_links, write_all
+from trainer.checkpoint.disk import (
+    complete_lines,
+    flush_file,
+    reason,
+    replace_file,
+    replace_notes,
+    without_links,
+    write_all,
+)
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError
@@ -359,7 +367,14 @@ class FileLogger(Logger):
             import yaml
 
             data = json.loads(json.dumps(flat_hyperparameters(hyperparameters), default=str))
-            self.place.write_notes(self._run_dir, "hparams.yaml", yaml.safe_dump(data))
+            self.write_notes("hparams.yaml", yaml.safe_dump(data))
+
+    def write_notes(self, name: str, text: str) -> None:
+        """Write a file for people into the logger's folder."""
+        folder = self.place.folder(self._run_dir)
+        if folder is not None:
+            make_folder(folder, f"{type(self).__name__}(save_dir=...)")
+            replace_notes(folder / name, text.encode())
 
     def refuse_step(self, metrics: Mapping[str, Any]) -> None:
         """Raise a ConfigError for a value with the name under which the file has the step."""

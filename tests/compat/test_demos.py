@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 from tests.helpers.lightning_runs import LIGHTNING, OURS, Library
 from trainer.compat.demos import BoringDataModule, BoringModel, DemoModel, RandomDataset, cli_lightning_logo
 

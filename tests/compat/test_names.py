@@ -132,8 +132,8 @@ def is_answered(name: str, row: str, kind: Any) -> bool:
     """Whether a row of a class is a name here, an alias, or words."""
     method, _, argument = row.rstrip(")").partition("(")
     words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
-    aliases: Any = {"ParallelStrategy": STRATEGY_ALIASES, **VIEWED}.get(name, {})
-    if row in words or method in words or method in aliases:
+    aliases = STRATEGY_ALIASES if name == "ParallelStrategy" else {}
+    if row in words or method in words or method in aliases or VIEWED.get(method) == name:
         return True
     if not argument:
         return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)

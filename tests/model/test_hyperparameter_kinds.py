@@ -375,7 +375,7 @@ class Updates(Model):
 
 
 class UpdatesData(Data):
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value: Any = 1) -> None:
         super().__init__()
         self.hparams.encoder = {"of": torch.nn.ReLU}
 
@@ -400,7 +400,7 @@ def test_objects_in_hparams_are_kept_in_memory_and_named_once(tmp_path: Path, ca
     assert (module.hparams.loss, module.hparams.sizes[1]["of"]) == (torch.nn.ReLU, len)
     logged = json.loads((trainer.run_dir / "hparams.json").read_text())
     assert {**logged["module"], **logged["data"]} == {
-        "value": None,
+        "value": 1,
         "text": "x",
         "color": "red",
         "rate": 0.5,

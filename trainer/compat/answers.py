@@ -38,7 +38,7 @@ def member(owner: Any, name: str) -> Any:
             from trainer.compat import collectives
 
             return partial(getattr(collectives, name), owner.processes)
-    if any(name in VIEWED.get(one, ()) for one in theirs):
+    if VIEWED.get(name) in theirs:
         return named("trainer.compat.inside:VIEWS")[name](owner)
     words = _words_of(theirs, name)
     if words is None:
@@ -55,7 +55,7 @@ def _words_of(theirs: list[str], name: str) -> str | None:
     for one in theirs:
         if name in WORDS.get(one, ()):
             return WORDS[one][name]
-    if "Trainer" in theirs and name in VIEWED["Trainer"]:
+    if "Trainer" in theirs and VIEWED.get(name) == "Trainer":
         return BESIDE_VIEWS
     if "ParallelStrategy" not in theirs:
         return None

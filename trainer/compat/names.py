@@ -176,7 +176,11 @@ _BARS = {
         "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
     ),
     **dict.fromkeys(
-        tuple(f"total_{kind}_batches_current_dataloader" for kind in ("val", "test", "predict")),
+        (
+            "total_val_batches_current_dataloader",
+            "total_test_batches_current_dataloader",
+            "total_predict_batches_current_dataloader",
+        ),
         "trainer.num_val_batches[dataloader_idx], and num_test_batches and num_predict_batches",
     ),
     "enable": "refresh_rate=0 to show nothing",
@@ -334,13 +338,12 @@ FORMER_HOOKS = {
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
 VIEWED = {
-    "Trainer": (
-        *("fit_loop", "validate_loop", "test_loop", "predict_loop"),
-        *("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "accelerator"),
-    ),
-    "ProgressBar": ("trainer", "print", "total_train_batches", "total_val_batches", "is_enabled", "is_disabled"),
+    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "accelerator"), "Trainer"),
+    **dict.fromkeys(("_accelerator_connector", "_checkpoint_connector", "_logger_connector"), "Trainer"),
+    **dict.fromkeys(("trainer", "print", "is_enabled", "is_disabled"), "ProgressBar"),
+    **dict.fromkeys(("total_train_batches", "total_val_batches"), "ProgressBar"),
 }
-"""Lightning's class -> attributes of which `trainer.compat.inside` has a view."""
+"""Attribute of which `trainer.compat.inside` has a view -> Lightning's class."""
 
 BESIDE_VIEWS = (
     "the Trainer's arguments and attributes, such as max_epochs, num_training_batches, current_epoch and global_step"

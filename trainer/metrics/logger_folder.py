@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.arguments import local_path, make_folder, optional_path
-from trainer.checkpoint.disk import replace_notes
+from trainer.arguments import local_path, optional_path
 
 T = TypeVar("T")
 
@@ -115,13 +114,6 @@ class LoggerFolder:
             assert root is not None
             place = Path(root, f"version_{version}" if isinstance(version, int) else str(version))
         return place / (self.sub_dir or "")
-
-    def write_notes(self, run_dir: Path | None, name: str, text: str) -> None:
-        """Write a file for people."""
-        folder = self.folder(run_dir)
-        if folder is not None:
-            make_folder(folder, "save_dir=...")
-            replace_notes(folder / name, text.encode())
 
     def log_dir(self, run_dir: Path | None) -> str | None:
         """Return the folder of the files as a text, as Lightning's loggers give it."""

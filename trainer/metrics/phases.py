@@ -103,7 +103,7 @@ class PhaseClock:
         self._inside: list[str] = []
         self._last = 0.0
         self.runs = False
-        """Whether time outside of all phases is counted: between `start` and `stop`."""
+        """True between `start` and `stop`, when time outside of all phases is counted, too."""
 
     def start(self) -> None:
         """Begin again, outside of all phases."""
