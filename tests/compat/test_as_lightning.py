@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.toy import Toy
-from trainer.compat import finder, helpers
+from trainer.compat import finder
 from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
@@ -174,77 +168,6 @@ def test_a_module_is_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import sys, lightning; print(sys.argv[1:], lightning.Trainer.__module__)")
     done = python("-m", "trainer", "run-as-lightning", "-m", "own", "-x", folder=tmp_path)
     assert done.stdout == "['-x'] trainer.trainer\n"
-
-
-# -- helpers, beside Lightning's ---------------------------------------------------------------------------------------
-
-
-def theirs(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result, or the class of the error."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return type(error)
-
-
-@pytest.mark.parametrize(
-    ("path", "arguments"),
-    [
-        *(("pytorch_lightning.utilities.parsing.is_picklable", (one,)) for one in (1, lambda: 1, torch.ones(1))),
-        *(
-            ("pytorch_lightning.utilities.memory.is_oom_error", (error,))
-            for error in (
-                RuntimeError("CUDA out of memory."),
-                RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. x"),
-                RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-                RuntimeError("other"),
-                ValueError("CUDA out of memory."),
-            )
-        ),
-        *(("lightning_fabric.utilities.data.suggested_max_num_workers", (one,)) for one in (1, 2, 100)),
-    ],
-)
-def test_helpers_do_what_lightnings_do(path: str, arguments: tuple[Any, ...]) -> None:
-    own = getattr(helpers, path.rpartition(".")[2])
-    assert outcome(own, *arguments) == outcome(theirs(path), *arguments)
-
-
-def test_the_arguments_of_a_constructor() -> None:
-    found: list[Any] = []
-
-    class Base:
-        def __init__(self, a: int, *rest: int, b: int = 2, **more: int) -> None:
-            frame: Any = inspect.currentframe()
-            found.append(helpers.get_init_args(frame))
-            found.append(theirs("pytorch_lightning.utilities.parsing.get_init_args")(frame))
-            assert __class__  # type: ignore[name-defined]
-
-    Base(1, 5, c=3)
-    assert found[0] == found[1] == {"a": 1, "b": 2, "c": 3}
-
-
-def test_files_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save({"a": torch.ones(2)}, path)
-    assert helpers.load(path)["a"].tolist() == [1, 1]
-    with path.open("rb") as file:
-        assert helpers.load(file)["a"].tolist() == [1, 1]
-    assert helpers.load(path.as_uri(), "cpu")["a"].tolist() == [1, 1]
-    assert helpers.get_filesystem(path).exists(str(path))
-    torch.save(Toy, path)
-    with pytest.raises(Exception, match="weights_only"):
-        helpers.load(path)
-
-
-def test_collections() -> None:
-    data = {"a": [torch.ones(1), 2], "b": (torch.zeros(1), "x")}
-    moved = helpers.apply_to_collection(data, torch.Tensor, lambda one, by: one + by, 1)
-    assert [moved["a"][0].item(), moved["a"][1], moved["b"][0].item(), moved["b"][1]] == [2, 2, 1, "x"]
 
 
 def test_the_rank_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,37 +176,26 @@ _answered: dict[str, _AtUse] = {}
 
 # -- flags of packages and versions -----------------------------------------------------------------------------------
 
-_AVAILABLE = re.compile("_([A-Z0-9_]+)_AVAILABLE")
+_AVAILABLE = re.compile("_([A-Z0-9_]+?)(_SIGNATURES|_SYNCHRONOUS)?_AVAILABLE")
 _VERSION = re.compile(r"_([A-Z]+)_(GREATER_|LESS_|)EQUAL_(\d+(?:_\d+)*)")
-_OF_FLAGS = {
-    "jsonargparse_signatures": "jsonargparse",
-    "kineto": "torch",
-    "mlflow_synchronous": "mlflow",
-    "tensorboardx": "tensorboardX",
-    "torch_trt": "torch_tensorrt",
-    "xla": "torch_xla",
-}
+_OF_FLAGS = {"kineto": "torch", "tensorboardx": "tensorboardX", "torch_trt": "torch_tensorrt", "xla": "torch_xla"}
 """Parts of names of constants -> the package that is meant, where it is another one."""
 
 
 def _flag(name: str) -> bool | None:
     """Return the value of a constant such as `_RICH_AVAILABLE` or `_TORCH_GREATER_EQUAL_2_4`; None: it is none."""
-    found = _AVAILABLE.fullmatch(name) or _VERSION.fullmatch(name)
-    if found is None:
+    if found := _AVAILABLE.fullmatch(name):
+        return find_spec(_OF_FLAGS.get(found[1].lower(), found[1].lower())) is not None
+    if not (found := _VERSION.fullmatch(name)):
         return None
-    package = _OF_FLAGS.get(found[1].lower(), found[1].lower())
-    if found.re is _AVAILABLE:
-        return find_spec(package) is not None
+    package, wanted = found[1].lower(), [*map(int, found[3].split("_"))]
     try:
-        text = platform.python_version() if package == "python" else version(package)
+        text = platform.python_version() if package == "python" else version(_OF_FLAGS.get(package, package))
     except PackageNotFoundError:
         return False
-    wanted = [*map(int, found[3].split("_"))]
-    installed = [*map(int, re.findall(r"\d+", text))][:3]
-    if not found[2]:
-        return installed[: len(wanted)] == wanted
-    least, most = (wanted, installed) if found[2] == "GREATER_" else (installed, [*wanted, 0, 0])
-    return least <= most
+    has = [*map(int, re.findall(r"\d+", text))][:3]
+    answers = {"GREATER_": has >= wanted, "LESS_": has <= [*wanted, 0, 0], "": has[: len(wanted)] == wanted}
+    return answers[found[2]]
 
 
 _set_rank_of_lightning_utilities()

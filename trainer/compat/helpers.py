@@ -120,13 +120,7 @@ def garbage_collection_cuda() -> None:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many workers the DataLoader of each process may have: together with the process, its share of cores.
-
-    Raises:
-        ValueError: there is no process.
-    """
-    if local_world_size < 1:
-        raise ValueError(f"local_world_size={local_world_size}: give the number of processes on this machine.")
+    """Return how many workers the DataLoader of each process may have: with the process itself, its share of cores."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size - 1)
 
 
@@ -155,14 +149,13 @@ def sanitize_callable_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _called(value: Any) -> Any:
-    if not inspect.isclass(value):
-        try:
-            found = value()
-        except Exception:
-            return getattr(value, "__name__", None)
-        if not callable(found):
-            return found
-    return value.__name__
+    if inspect.isclass(value):
+        return value.__name__
+    try:
+        found = value()
+    except Exception:
+        return getattr(value, "__name__", None)
+    return value.__name__ if callable(found) else found
 
 
 def scan_checkpoints(callback: Any, logged_model_time: dict[str, float]) -> list[tuple[float, str, Any, str]]:

@@ -143,13 +143,10 @@ NAMES: dict[str, str] = {
     ),
 }
 
-_PROCESSES = "`trainer launch`, torchrun or srun: the processes are started by the run"
-_PLUGINS = "Trainer(strategy=..., precision=...)"
-
 PACKAGES_IN_WORDS = {
     "data": "litdata, which this package has become",
-    "strategies.launchers": _PROCESSES,
-    "plugins": _PLUGINS,
+    "strategies.launchers": "`trainer launch`, torchrun or srun: the processes are started by the run",
+    "plugins": "Trainer(strategy=..., precision=...)",
     "accelerators": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu')",
     "trainer.connectors": "the public attributes of the Trainer, such as callback_metrics, callbacks, train_dataloader",
     "utilities.apply_func": "torch.utils._pytree.tree_map",
@@ -157,7 +154,6 @@ PACKAGES_IN_WORDS = {
     "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
     "utilities.exceptions": "trainer.ConfigError",
     "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
-    "utilities.seed": "trainer.seed_everything",
     "utilities.types": "typing.Any",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
