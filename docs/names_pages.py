@@ -25,7 +25,8 @@ name is here, or in a table below; of other classes those that scripts use.
 - A name that is not here can be imported from the modules of Lightning, also one that no table shows: packages import
   many names that a run never uses. It is a class, of which nothing is an instance, to subclass and to annotate with;
   the error comes when it is called, when an object of a subclass is made, or when one of its attributes is read.
-- A name that Lightning 2 has not fails when it is imported, as it does there. `trainer migrate` knows older ones, and
+- Constants such as `_TORCH_GREATER_EQUAL_2_4` and `_RICH_AVAILABLE` have their values.
+- A name that Lightning 2 does not have fails at the import, as it does there. `trainer migrate` knows older ones, and
   lists all names that are not here.
 
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).

@@ -111,6 +111,15 @@ def test_the_words_of_a_name_without_a_row() -> None:
         exec("from trainer.trainer.connectors.data_connector import _DataLoaderSource\n_DataLoaderSource(1, 2)")
 
 
+def test_a_configuration_that_names_it_is_refused_in_words() -> None:
+    from trainer.callback import Callback
+    from trainer.config.classes import find_class
+    from trainer.config.tree import COMMAND_LINE
+
+    with pytest.raises(ConfigError, match=WORDS):
+        find_class("trainer.callbacks.LearningRateFinder", (Callback,), {}, COMMAND_LINE)
+
+
 # -- what packages do with names that they never use -------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import ModelCheckpoint
-from trainer.compat import helpers
+from trainer.compat import finder, helpers
 
 pytest.importorskip("pytorch_lightning")
 
@@ -162,7 +162,7 @@ def test_collections() -> None:
 
 
 def test_the_rank_that_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, lightnings = helpers.get_rank, theirs("lightning_fabric.utilities.rank_zero._get_rank")
+    ours, lightnings = finder.get_rank, theirs("lightning_fabric.utilities.rank_zero._get_rank")
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ours() is lightnings() is None

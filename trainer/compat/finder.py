@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -16,7 +17,6 @@ from typing import Any, NoReturn
 
 from trainer.compat import accelerate
 from trainer.compat.names import MODULES, NAMES, PACKAGES_IN_WORDS
-from trainer.distributed.rank_zero import rank_zero_only
 from trainer.errors import ConfigError, did_you_mean, no_such_name, public_names
 
 PACKAGE = "trainer"
@@ -124,11 +124,20 @@ def _advice(package: ModuleType, name: str, packages: list[ModuleType]) -> str:
     return "" if name.startswith("__") or did_you_mean(name, known) else _words_of_package(package, ELSEWHERE)
 
 
+# -- the rank of lightning_utilities ----------------------------------------------------------------------------------
+
+
+def get_rank() -> int | None:
+    """Return the rank that a launcher has set in the environment; None without one."""
+    given = map(os.environ.get, ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
+    return next((int(rank) for rank in given if rank is not None), None)
+
+
 def _set_rank_of_lightning_utilities() -> None:
     """Do what the import of Lightning does, and programs with its names rely on, if that package is installed."""
     if find_spec("lightning_utilities") is not None:
         theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
-        theirs.rank = getattr(theirs, "rank", rank_zero_only.rank)
+        theirs.rank = getattr(theirs, "rank", get_rank() or 0)
 
 
 # -- names that are imported, subclassed and compared, and fail when they are used ------------------------------------
@@ -148,27 +157,28 @@ def answered_at_use(module: str, name: str, words: str) -> Any:
         base = next((kind for end, kind in _BASES.items() if name.endswith(end)), object)
         message = f"{name} is not here. Use {words}."
         members = {"__module__": module, "__doc__": message, "__class_getitem__": lambda cls, parameters: cls}
-        _answered[name] = _AtUse(name, (base,), {**members, "_message": message})
+        _answered[name] = _AtUse(name, (base,), {**members, "not_here": message})
     return _answered[name]
 
 
 class _AtUse(ABCMeta):
     """The class of a name that is not here: a base of others, which nothing is an instance of."""
 
-    _message: str
+    not_here: str
+    """The words, which errors of a configuration show, too."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if options or len(args) != 1 or not isinstance(args[0], FunctionType):
-            raise ConfigError(cls._message)
+            raise ConfigError(cls.not_here)
 
         @wraps(args[0])  # a decorator is called at the import
         def decorated(*args: Any, **options: Any) -> NoReturn:
-            raise ConfigError(cls._message)
+            raise ConfigError(cls.not_here)
 
         return decorated
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(name if name.startswith("_") else f"{cls.__name__}.{name}: {cls._message}")
+        raise AttributeError(name if name.startswith("_") else f"{cls.__name__}.{name}: {cls.not_here}")
 
 
 _answered: dict[str, _AtUse] = {}

@@ -104,7 +104,7 @@ def is_picklable(obj: object) -> bool:
     return True
 
 
-# -- memory and processes ----------------------------------------------------------------------------------------------
+# -- memory and workers ------------------------------------------------------------------------------------------------
 
 
 def is_oom_error(exception: BaseException) -> bool:
@@ -122,12 +122,6 @@ def garbage_collection_cuda() -> None:
 def suggested_max_num_workers(local_world_size: int) -> int:
     """Return how many workers the DataLoader of each process may have: with the process itself, its share of cores."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size - 1)
-
-
-def get_rank() -> int | None:
-    """Return the rank that a launcher has set in the environment; None without one."""
-    given = map(os.environ.get, ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
-    return next((int(rank) for rank in given if rank is not None), None)
 
 
 # -- loggers -----------------------------------------------------------------------------------------------------------

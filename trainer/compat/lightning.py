@@ -1,8 +1,8 @@
-"""Run a program that was written for Lightning unchanged: import this module before anything of Lightning's.
+"""Run a program that was written for Lightning unchanged: import this module before any of Lightning's.
 
 `lightning`, `pytorch_lightning`, `lightning_fabric` and all modules below them are this package's from then on, in this
 process and in those that it starts, whether or not Lightning is installed. `trainer run-as-lightning SCRIPT` does the
-same without a line in the program.
+same for a program that does not import it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer import __version__
 from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 PLACE = Path(__file__).parent / "as_lightning"
-"""A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
+"""A folder with modules under Lightning's names, and the metadata of its packages, found before installed ones."""
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _WITH_VERSION = (*PACKAGES, "lightning.pytorch", "lightning.fabric")
 

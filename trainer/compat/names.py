@@ -32,6 +32,7 @@ NAMES: dict[str, str] = {
     **_of("trainer.distributed.rank_zero", "rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug WarningCache"),
     **_of("trainer.distributed.rank_zero", "rank_prefixed_message"),
     "rank_zero_deprecation": "trainer.distributed.rank_zero:rank_zero_warn",
+    "_get_rank": "trainer.compat.finder:get_rank",
     "_logger": "trainer.distributed.rank_zero:log",
     **dict.fromkeys(
         (
@@ -66,7 +67,7 @@ NAMES: dict[str, str] = {
     **_of(
         "trainer.compat.helpers", "get_filesystem _is_local_file_protocol load _load apply_to_collection is_picklable"
     ),
-    **_of("trainer.compat.helpers", "is_oom_error garbage_collection_cuda suggested_max_num_workers _get_rank"),
+    **_of("trainer.compat.helpers", "is_oom_error garbage_collection_cuda suggested_max_num_workers"),
     **_of("trainer.compat.helpers", "_add_prefix _convert_params _sanitize_callable_params _scan_checkpoints"),
     **_of("trainer.compat.helpers", "measure_flops PossibleUserWarning disable_possible_user_warnings"),
     "package_available": "trainer.compat.helpers:module_available",
