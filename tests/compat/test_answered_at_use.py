@@ -339,11 +339,36 @@ def test_the_rank_of_lightning_utilities_is_set(first: str) -> None:
         ("from pytorch_lightning.callbacks.timer import Interval", "Interval"),
         ("from lightning.fabric.wrappers import _FabricModule", "_FabricModule"),
         ("from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource", "_DataLoaderSource"),
-        ("from lightning.pytorch.utilities.imports import _TORCH_GREATER_EQUAL_1_10", "_TORCH_GREATER_EQUAL_1_10"),
         ("from lightning import Fabric", "Fabric"),
+        ("import pytorch_lightning as pl\nx = pl.callbacks.LearningRateFinder", "LearningRateFinder"),
+        ("from lightning.pytorch import loops\nx = loops.fetchers._DataFetcher", "_DataFetcher"),
+        (
+            "import lightning as L\nx = L.pytorch.trainer.connectors.data_connector._DataLoaderSource",
+            "_DataLoaderSource",
+        ),
     ],
 )
 def test_migrate_lists_names_that_are_only_answered_at_use(line: str, name: str) -> None:
     found = migrate_python(line.encode())[1]
     assert [one.what for one in found] == [name]
     assert found[0].todo
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "utilities.imports._TORCH_GREATER_EQUAL_2_4",
+            "loops._FitLoop",
+            "utilities.types.STEP_OUTPUT",
+            "seed_everything",
+        ),
+        *("callbacks.progress.TQDMProgressBar", "loggers.wandb.WandbLogger", "strategies.DDPStrategy", "Trainer.fit"),
+        *("utilities.model_summary.ModelSummary", "callbacks.ModelCheckpoint.CHECKPOINT", "__file__", "plugins"),
+    ],
+)
+def test_migrate_does_not_list_names_that_are_here(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    assert migrate_python(f"import pytorch_lightning as pl\nx = pl.{name}".encode())[1] == []
+    if module and module[0].islower() and "." not in last and module != "callbacks.ModelCheckpoint":
+        assert migrate_python(f"from lightning.pytorch.{module} import {last}".encode())[1] == []

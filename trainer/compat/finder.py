@@ -80,8 +80,8 @@ def lightning_name(package: ModuleType, name: str) -> Any:
         return named(target)
     if inside in MODULES:
         return import_module(f"{PACKAGE}.{inside}")
-    if (flag := _flag(name)) is not None:
-        return flag
+    if (value := flag(name)) is not None:
+        return value
     packages = [import_module(f"{PACKAGE}.{one}") for one in ("callbacks", "strategies")]
     found = next((vars(one)[name] for one in packages if isinstance(vars(one).get(name), type)), None)
     of_our_files = package.__name__.startswith((f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies."))
@@ -192,7 +192,7 @@ _OF_FLAGS = {"kineto": "torch", "tensorboardx": "tensorboardX", "torch_trt": "to
 """Parts of names of constants -> the package that is meant, where it is another one."""
 
 
-def _flag(name: str) -> bool | None:
+def flag(name: str) -> bool | None:
     """Return the value of a constant such as `_RICH_AVAILABLE` or `_TORCH_GREATER_EQUAL_2_4`; None: it is none."""
     if found := _AVAILABLE.fullmatch(name):
         return find_spec(_OF_FLAGS.get(found[1].lower(), found[1].lower())) is not None

@@ -12,7 +12,17 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, Finding, argument_words, lightning_root, mode_words
+from trainer.cli.migrate.names import (
+    NAME_HERE,
+    NAMES,
+    NOT_THERE,
+    Finding,
+    argument_words,
+    lightning_root,
+    mode_words,
+    module_here,
+    name_here,
+)
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 from trainer.settings import ARGUMENTS
 
@@ -224,8 +234,10 @@ class _DecisionFinder(cst.CSTVisitor):
             self._report_member(node, owner, owner, name)
         elif root and package in NOT_THERE:
             self._add(node, path, f"use {NOT_THERE[package]}")
-        else:
+        elif not root or not module_here(before).path:
             self._report_name(node, name)
+        elif not (here := name_here(before, name)).path and not name.startswith("__"):
+            self._add(node, name, f"use {here.instead}")
 
     def _report_member(self, node: cst.CSTNode, kind: str, owner: str, name: str) -> None:
         if name in MEMBERS[kind]:

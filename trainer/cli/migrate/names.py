@@ -10,7 +10,7 @@ from typing import NamedTuple
 import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
-from trainer.compat.finder import module_of_lightning
+from trainer.compat.finder import flag, module_of_lightning
 from trainer.config.plug_names import callbacks
 from trainer.metrics.monitor import implied_mode
 from trainer.names import misses
@@ -168,7 +168,7 @@ def name_here(module: str, name: str) -> Place:
     packages = [
         ("trainer", known in trainer.__all__),
         *((package, target == f"{package}:{known}") for package in PUBLIC),
-        (inside.path or "trainer.utilities", target != ""),  # Lightning's path is served
+        (inside.path or "trainer.utilities", target != "" or flag(name) is not None),  # Lightning's path is served
         ("trainer.loggers", known in callbacks("Logger")),
         ("trainer.callbacks", known in callbacks("Callback")),
     ]
