@@ -340,6 +340,8 @@ def test_the_rank_of_lightning_utilities_is_set(first: str) -> None:
         ("from lightning.fabric.wrappers import _FabricModule", "_FabricModule"),
         ("from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource", "_DataLoaderSource"),
         ("from lightning import Fabric", "Fabric"),
+        ("from trainer.trainer.connectors.data_connector import _DataLoaderSource", "_DataLoaderSource"),  # once more
+        ("from trainer.callbacks import LearningRateFinder", "LearningRateFinder"),
         ("import pytorch_lightning as pl\nx = pl.callbacks.LearningRateFinder", "LearningRateFinder"),
         ("from lightning.pytorch import loops\nx = loops.fetchers._DataFetcher", "_DataFetcher"),
         (
@@ -371,4 +373,5 @@ def test_migrate_does_not_list_names_that_are_here(name: str) -> None:
     module, _, last = name.rpartition(".")
     assert migrate_python(f"import pytorch_lightning as pl\nx = pl.{name}".encode())[1] == []
     if module and module[0].islower() and "." not in last and module != "callbacks.ModelCheckpoint":
-        assert migrate_python(f"from lightning.pytorch.{module} import {last}".encode())[1] == []
+        for package in ("lightning.pytorch", "trainer"):
+            assert migrate_python(f"from {package}.{module} import {last}".encode())[1] == []

@@ -17,6 +17,10 @@ def _of(module: str, names: str) -> dict[str, str]:
     return {name: f"{module}:{name.removeprefix('_')}" for name in names.split()}
 
 
+def _all(target: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), target)
+
+
 NAMES: dict[str, str] = {
     # Names that modules and packages export, with the path of the module where another one has the name, too.
     # "module:name" is imported; other texts say what to use.
@@ -34,14 +38,9 @@ NAMES: dict[str, str] = {
     "rank_zero_deprecation": "trainer.distributed.rank_zero:rank_zero_warn",
     "_get_rank": "trainer.compat.finder:get_rank",
     "_logger": "trainer.distributed.rank_zero:log",
-    **dict.fromkeys(
-        (
-            *("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "ArgsType", "OptimizerLRScheduler"),
-            *("LRSchedulerPLType", "LRSchedulerTypeUnion", "_DEVICE", "_MAP_LOCATION_TYPE", "_OUT_DICT"),
-            *("_PLUGIN_INPUT", "_PRECISION_INPUT", "_PREDICT_OUTPUT"),
-        ),
-        "typing:Any",
-    ),
+    **_all("typing:Any", "STEP_OUTPUT TRAIN_DATALOADERS EVAL_DATALOADERS ArgsType OptimizerLRScheduler _OUT_DICT"),
+    **_all("typing:Any", "LRSchedulerPLType LRSchedulerTypeUnion _DEVICE _MAP_LOCATION_TYPE _PREDICT_OUTPUT"),
+    **_all("typing:Any", "_PLUGIN_INPUT _PRECISION_INPUT"),
     **_of("trainer.compat.types", "_EVALUATE_OUTPUT OptimizerLRSchedulerConfig OptimizerConfig LRSchedulerConfigType"),
     **_of(
         "trainer.compat.types", "_PATH OptimizerCallable LRSchedulerCallable Optimizable _IS_WINDOWS _IS_INTERACTIVE"
@@ -73,10 +72,8 @@ NAMES: dict[str, str] = {
     "package_available": "trainer.compat.helpers:module_available",
     "pl_load": "trainer.compat.helpers:load",
     **dict.fromkeys(("is_cuda_out_of_memory", "is_out_of_cpu_memory"), "trainer.compat.helpers:is_oom_error"),
-    **dict.fromkeys(
-        ("utilities.model_summary.ModelSummary", "utilities.model_summary.model_summary.ModelSummary"),
-        "trainer.compat.helpers:ModelSummary",
-    ),
+    "utilities.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
+    "utilities.model_summary.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
     "summarize": "trainer.callbacks.model_summary:summarize",
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # the inside of the Trainer
@@ -85,9 +82,8 @@ NAMES: dict[str, str] = {
     "_PredictionLoop": "trainer.compat.inside:EvaluationLoop",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
-    **dict.fromkeys(
-        ("accelerators.Accelerator", "accelerators.accelerator.Accelerator"), "trainer.compat.accelerators:Accelerator"
-    ),
+    "accelerators.Accelerator": "trainer.compat.accelerators:Accelerator",
+    "accelerators.accelerator.Accelerator": "trainer.compat.accelerators:Accelerator",
     **_of("trainer.compat.accelerators", "CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator"),
     "TPUAccelerator": "trainer.compat.accelerators:XLAAccelerator",
     **dict.fromkeys(("AcceleratorRegistry", "ACCELERATOR_REGISTRY"), "trainer.compat.helpers:ACCELERATORS"),
@@ -126,9 +122,7 @@ NAMES: dict[str, str] = {
     "SpikeDetection": "trainer.callbacks.BadStepGuard, or EarlyStopping(divergence_threshold=...)",
     "BatchSizeFinder": "Tuner(trainer).scale_batch_size(module) of trainer.tuner, or `trainer tune batch-size`",
     "LearningRateFinder": "Tuner(trainer).lr_find(module) of trainer.tuner, or `trainer tune lr`",
-    **dict.fromkeys(
-        ("CometLogger", "LitLogger", "NeptuneLogger"), "a Tracker of your own: twenty lines, see the page 'loggers'"
-    ),
+    **_all("a Tracker of your own: twenty lines, see the page 'loggers'", "CometLogger LitLogger NeptuneLogger"),
     "ExperimentWriter": "trainer.callbacks:CSVLogger",
     # the rest
     **_of("trainer.cli.lightning_cli", "LightningCLI LightningArgumentParser"),
@@ -138,10 +132,7 @@ NAMES: dict[str, str] = {
     **_of("trainer.compat.demos", "BoringModel BoringDataModule DemoModel RandomDataset cli_lightning_logo"),
     "MNIST": "trainer.compat.demos:mnist",
     "get_torchvision_model": "trainer.compat.demos:get_torchvision_model",
-    **dict.fromkeys(
-        ("ModelHooks", "DataHooks", "CheckpointHooks"),
-        "trainer.TrainModule or trainer.DataModule, which have these hooks",
-    ),
+    **_all("trainer.TrainModule or trainer.DataModule, which have these hooks", "ModelHooks DataHooks CheckpointHooks"),
 }
 
 PACKAGES_IN_WORDS = {
@@ -154,7 +145,6 @@ PACKAGES_IN_WORDS = {
     "utilities.cloud_io": "torch.load and torch.save, or fsspec",
     "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
     "utilities.exceptions": "trainer.ConfigError",
-    "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
     "utilities.types": "typing.Any",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
