@@ -108,7 +108,7 @@ class _DecisionFinder(cst.CSTVisitor):
         module = get_full_name_for_node(node.module) if node.module else ""
         for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
             if f"{module}.".startswith("trainer.") and not node.relative:  # rewritten before
-                self._report_name(alias, module, alias.evaluated_name)
+                self._report_name(alias, str(module), alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         names = _NamesOfAClass()
