@@ -22,9 +22,10 @@ name is here, or in a table below; of other classes those that scripts use.
 
 - A member or argument of a class that is not here is answered by an error that says what the table says; `hasattr` and
   `getattr` with a default work, and `dir` shows no such member.
-- A name that is not here can be imported from the modules of Lightning, also one that no table shows: packages import
-  many names that a run never uses. It is a class, of which nothing is an instance, to subclass and to annotate with;
-  the error comes when it is called, when an object of a subclass is made, or when one of its attributes is read.
+- A name that is not here can be imported from the modules of Lightning, also one that no table shows, because packages
+  import many names that a run never uses; `import *` takes none that a table shows. It is a class, of which nothing is
+  an instance, to subclass and to annotate with. The error comes when it is called, when an object of a subclass is
+  made, or when one of its attributes is read.
 - Constants such as `_TORCH_GREATER_EQUAL_2_4` and `_RICH_AVAILABLE` have their values.
 - A name that Lightning 2 does not have fails at the import, as it does there. `trainer migrate` knows older ones, and
   lists all names that are not here.

@@ -40,7 +40,8 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         """Put this package's own module in the place of one below `trainer.pytorch`, or name what `import *` takes."""
         listed = MODULES.get(module.__name__.partition(".")[2], [])
-        vars(module)["__all__"] = [name for name in listed if not name.startswith("_")]
+        here = (name for name in listed if _is_object(NAMES.get(name, ":")))
+        vars(module)["__all__"] = [name for name in here if not name.startswith("_")]
         if f"{module.__name__}.".startswith(f"{NAMESAKE}."):
             sys.modules[module.__name__] = import_module(PACKAGE + module.__name__.removeprefix(NAMESAKE))
 
@@ -76,7 +77,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     """
     inside = f"{package.__name__}.{name}".partition(".")[2]
     target = NAMES.get(inside.removeprefix("fabric."), NAMES.get(name, ""))
-    if ":" in target and " " not in target:
+    if _is_object(target):
         return named(target)
     if inside in MODULES:
         return import_module(f"{PACKAGE}.{inside}")
@@ -90,6 +91,10 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     if words := target or _words_for(package, name):
         return answered_at_use(package.__name__, name, words)
     raise no_such_name(package, name, _advice(package, name, packages), depth=3)
+
+
+def _is_object(target: str) -> bool:
+    return ":" in target and " " not in target
 
 
 def named(target: str) -> Any:

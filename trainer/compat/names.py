@@ -40,7 +40,6 @@ NAMES: dict[str, str] = {
     "_logger": "trainer.distributed.rank_zero:log",
     **_all("typing:Any", "STEP_OUTPUT TRAIN_DATALOADERS EVAL_DATALOADERS ArgsType OptimizerLRScheduler _OUT_DICT"),
     **_all("typing:Any", "LRSchedulerPLType LRSchedulerTypeUnion _DEVICE _MAP_LOCATION_TYPE _PREDICT_OUTPUT"),
-    **_all("typing:Any", "_PLUGIN_INPUT _PRECISION_INPUT"),
     **_of("trainer.compat.types", "_EVALUATE_OUTPUT OptimizerLRSchedulerConfig OptimizerConfig LRSchedulerConfigType"),
     **_of(
         "trainer.compat.types", "_PATH OptimizerCallable LRSchedulerCallable Optimizable _IS_WINDOWS _IS_INTERACTIVE"

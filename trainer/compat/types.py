@@ -23,7 +23,6 @@ class Optimizable(Protocol):
     """An object like an optimizer."""
 
     param_groups: list[dict[Any, Any]]
-    state: Any
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None: ...
 
