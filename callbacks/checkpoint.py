@@ -22,18 +22,19 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
-from trainer.checkpoint.lightning_file import file_of, is_beside, writes_file
+from trainer.checkpoint.lightning_file import FilesBeside, file_of, is_beside, writes_file
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
 from trainer.errors import CheckpointError, first_of, raise_problems
 from trainer.guards.host_times import SAVING
 from trainer.loop.progress import Progress
-from trainer.loop.training_state import name_of_run_dir, write_file_beside
+from trainer.loop.training_state import files_beside, name_of_run_dir
 from trainer.metrics.monitor import log_assumed_mode, not_logged, resolve_mode
 from trainer.names.states import runs_as_lightning
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.settings import read_duration
+from trainer.strategy import given_checkpoint_io
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -139,14 +140,14 @@ class ModelCheckpoint(Checkpoint):
         raise_problems(problems, "ModelCheckpoint's arguments")
         place = None if dirpath is None else kept_storage_path(dirpath, "dirpath")
         self.dirpath = None if place is None else str(place)
-        self.single_file = writes_file(single_file, place)
+        self._asks_for_file, self.single_file = single_file, writes_file(single_file, place)
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
         self.save_top_k = save_top_k
-        self.save_last, self._links_last = save_last is not False, self.single_file and bool(save_last)
+        self.save_last, self._links_last = save_last is not False, bool(save_last)
         self.every_n_train_steps = every_n_train_steps or None
         self.every_n_epochs = 1 if triggers == (None, None, None) else every_n_epochs or None
         self.seconds = read_duration(train_time_interval, "train_time_interval") or None
@@ -160,12 +161,10 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self._start_afresh(Path())
 
-    def _start_afresh(
-        self, folder: StoragePath, in_background: bool = False, write_file: Callable[[Path], None] | None = None
-    ) -> None:
+    def _start_afresh(self, folder: StoragePath, in_background: bool = False, files: FilesBeside | None = None) -> None:
         self._folder = folder
         retention = Retention(self.monitor is not None, self.mode, self.save_top_k, self.save_last)
-        self._checkpoints = KeptCheckpoints(folder, retention, in_background, write_file, self._links_last)
+        self._checkpoints = KeptCheckpoints(folder, retention, in_background, files, self._links_last)
         self._frozen = FrozenWeights()
         """The weights that `trainable_only` leaves out."""
         self._earlier_last: StoragePath | None = None
@@ -295,7 +294,9 @@ class ModelCheckpoint(Checkpoint):
             return
         folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         in_background = self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state)
-        self._start_afresh(folder, in_background, partial(write_file_beside, trainer.run) if self.single_file else None)
+        by_plugin = given_checkpoint_io(trainer.strategy) is not None
+        self.single_file = writes_file(self._asks_for_file, folder, by_plugin)
+        self._start_afresh(folder, in_background, files_beside(trainer.run) if self.single_file else None)
         if not trainer.is_global_zero:
             return
         if self.monitor is not None and self._unclear_mode:
@@ -387,7 +388,7 @@ class ModelCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: TrainModule, stage: str) -> None:
         self._checkpoints.writer.close()
-        self._checkpoints.write_file = None  # it holds the run, and packages pickle callbacks
+        self._checkpoints.files = None  # it holds the run, and packages pickle callbacks
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 

@@ -164,7 +164,9 @@ class Settings:
     sync_batchnorm: bool = argument(
         False, "BatchNorm over the batches of all processes (torch.nn.SyncBatchNorm); needs GPUs."
     )
-    plugins: Any = argument(None, "Lightning's plugins: a precision, a cluster environment, or TorchSyncBatchNorm.")
+    plugins: Any = argument(
+        None, "Lightning's plugins: a precision, a CheckpointIO, a cluster environment, or TorchSyncBatchNorm."
+    )
     deterministic: bool | Literal["warn"] = argument(
         False, "Use only deterministic algorithms (torch.use_deterministic_algorithms)."
     )

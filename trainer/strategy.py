@@ -412,6 +412,11 @@ def inherits(strategy: Strategy, method: str) -> bool:
     return getattr(getattr(strategy, method), "__func__", None) is getattr(Strategy, method)
 
 
+def given_checkpoint_io(strategy: Strategy) -> Any:
+    """Return the CheckpointIO of `Trainer(plugins=)`, or that was set on the strategy; None without one."""
+    return vars(strategy).get("checkpoint_io")
+
+
 def without_cast(strategy: Strategy) -> Callable[[Any], Any]:
     """Return `to_device` without a cast to 16 bits, which would round labels."""
     rounds = strategy._moves_batches and strategy.precision.weights.itemsize == 2

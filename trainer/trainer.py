@@ -494,14 +494,14 @@ class Trainer:
         return results
 
     def adopt(self, run: Run) -> Trainer:
-        """Attach the trainer to `run`, its module and its data module; return the first argument of its hooks."""
+        """Attach the trainer to `run`, its modules and loggers; return the first argument of its hooks."""
         self._run, self._session, self.config = run, run.session, run.config
         self._manual = ManualOptimization(run)
         run.module.attach(self)
         if run.datamodule is not None:
             run.datamodule.attach(self)
-        for callback in (*run.callbacks, *run.loggers):
-            attach(callback, self)
+        for logger in run.loggers:
+            attach(logger, self)
         return self
 
     def _start_training(self, run: Run) -> None:
@@ -977,7 +977,14 @@ class Trainer:
     @property
     def callbacks(self) -> list[Callback]:
         """The callbacks and loggers of the trainer and the module."""
-        return self.config.callbacks if self._run is None else self._run.callbacks
+        return self.config.callbacks if self.stage is None else self.run.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        """Set the callbacks of the next runs, as `trainer.callbacks += [...]` does."""
+        if self.stage is not None:
+            raise AttributeError("Trainer.callbacks cannot be set inside a run: give Trainer(callbacks=...).")
+        self.config.callbacks[:] = callbacks
 
     @property
     def hooks(self) -> CallbackList:

@@ -185,7 +185,9 @@ def test_a_summary_of_a_module() -> None:
     for depth in (-1, 0, 1, 2):
         own = importlib.import_module("trainer.utilities.model_summary").ModelSummary(module, max_depth=depth)
         assert own.named_modules == lightnings.named_modules.fget(argparse.Namespace(_max_depth=depth, _model=module))
-    assert "Linear" in str(helpers.ModelSummary(module))
+    summary = helpers.ModelSummary(module)
+    assert "Linear" in str(summary)
+    assert (summary.total_parameters, summary.trainable_parameters) == (13, 13)
 
 
 def test_checkpoints_that_were_not_logged(tmp_path: Path) -> None:

@@ -373,6 +373,45 @@ def test_the_two_lists_of_hooks_agree() -> None:
         assert parameters_of(getattr(TrainModule, hook)) == parameters_of(getattr(Callback, hook))[2:]
 
 
+class Logs(Callback):
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        self.log("seen", 2.0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainModule) -> None:
+        self.log("seen", 3.0)
+
+
+def test_callbacks_of_the_module_log() -> None:
+    class Gives(Toy):
+        def configure_callbacks(self) -> Any:
+            return Logs()
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Gives(), loader(1))
+    assert trainer.callback_metrics["seen"] == 3
+    assert quiet().test(Gives(), loader(1))[0]["seen"] == 2
+
+
+def test_callbacks_are_set_and_extended_between_runs() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.callbacks += [Logs()]
+    trainer.fit(Toy(), loader(1))
+    assert trainer.callback_metrics["seen"] == 3
+    assert trainer.test(Toy(), loader(1))[0]["seen"] == 2
+    trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, Logs)]
+    assert "seen" not in trainer.test(Toy(), loader(1))[0]
+    trainer.callbacks.append(Logs())
+    assert trainer.test(Toy(), loader(1))[0]["seen"] == 2
+
+    class Sets(Callback):
+        def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
+            trainer.callbacks = []
+
+    trainer.callbacks.append(Sets())
+    with pytest.raises(AttributeError, match="cannot be set inside a run"):
+        trainer.test(Toy(), loader(1))
+
+
 def test_a_module_may_give_one_callback_by_itself() -> None:
     class Gives(Toy):
         def configure_callbacks(self) -> Any:

@@ -19,7 +19,7 @@ from trainer.checkpoint.async_writer import IDLE_WRITER, BackgroundWriter, being
 from trainer.checkpoint.directory import CheckpointDirectory, step_of
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.left_out import LEFT_OUT
-from trainer.checkpoint.lightning_file import file_of, is_beside, link_last, remove_beside
+from trainer.checkpoint.lightning_file import FilesBeside, file_of, is_beside, link_last, remove_beside
 from trainer.checkpoint.manifest import checkpoints_in, is_committed, manifest_or_damage
 from trainer.checkpoint.process_group import ProcessGroup
 from trainer.checkpoint.retention import Retention
@@ -81,7 +81,7 @@ class KeptCheckpoints:
         folder: where the checkpoints are; need not exist.
         retention: which are kept.
         in_background: write in a thread, on this process.
-        write_file: writes a single file beside the folder of a committed checkpoint; None: there are only folders.
+        files: writes and removes single files beside the folders; None: there are only folders.
         links_last: also make `last.ckpt` a link to the newest file.
     """
 
@@ -90,11 +90,11 @@ class KeptCheckpoints:
         folder: StoragePath,
         retention: Retention,
         in_background: bool = False,
-        write_file: Callable[[Path], None] | None = None,
+        files: FilesBeside | None = None,
         links_last: bool = False,
     ) -> None:
         self.folder = folder
-        self.write_file, self._links_last = write_file, links_last
+        self.files, self._links_last = files, links_last
         self.in_background = in_background
         self.writer = BackgroundWriter() if in_background else IDLE_WRITER
         self.listed = Listed()
@@ -232,7 +232,7 @@ class KeptCheckpoints:
         if str(path) in being_written:  # by another callback: the storage does not have it yet
             return False
         if not storage_of(path).path_in_use(path):
-            return self.write_file is None or not file_of(path).exists()
+            return self.files is None or not file_of(path).exists()
         return name in {*self._obsolete, *self._written_later} and self._own_info(path) is not None
 
     def write(
@@ -277,9 +277,9 @@ class KeptCheckpoints:
         self.writer.start(path, state, info, commit, group, thread_group, overwrite)
 
     def _write_beside(self, folder: StoragePath) -> None:
-        if self.write_file is not None and isinstance(folder, Path):
+        if self.files is not None and isinstance(folder, Path):
             try:
-                self.write_file(folder)
+                self.files.write(folder)
             except CheckpointError as error:
                 raise WriteError(f"{folder} was written, and {reason(error)}. 'last' finds the folder.") from error
 
@@ -298,7 +298,7 @@ class KeptCheckpoints:
         try:
             if last is not None:
                 directory.set_pointer("last", last)
-                if self._links_last:
+                if self._links_last and self.files is not None:
                     link_last(self.folder / last)
             if moves_best and (best is not None or directory.pointer("best")):  # an earlier run's
                 directory.set_pointer("best", best)
@@ -312,7 +312,7 @@ class KeptCheckpoints:
             try:
                 # Another callback may have taken the name of a checkpoint that is gone.
                 if old != newest and self._own_info(self.folder / old) is not None:
-                    remove_beside(self.folder / old)
+                    (remove_beside if self.files is None else self.files.remove)(self.folder / old)
                     CheckpointDirectory(self.folder).remove(old)
             except CheckpointError as error:
                 self._undeleted.append(old)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -52,11 +52,22 @@ _READER = "trainer.cli.checkpoint.from_lightning"
 Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
 Save = Callable[[dict[str, Any], Path], None]
-"""Writes the entries of a file, as `save_file` and Lightning's `CheckpointIO.save_checkpoint` do."""
+"""Writes the entries of a file, as `save_file` does."""
+Load = Callable[[Path], dict[str, Any]]
 
 
-def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:
+class FilesBeside(NamedTuple):
+    """Functions that write and remove the files beside the folders of committed checkpoints, and get the folder."""
+
+    write: Callable[[Path], None]
+    remove: Callable[[StoragePath], None]
+
+
+def writes_file(single_file: bool | None, place: StoragePath | None, by_plugin: bool = False) -> bool:
     """Whether a single file is written for a checkpoint: by default in a process that runs as Lightning, on a disk.
+
+    Args:
+        by_plugin: whether a CheckpointIO was given, which is another reason to write one.
 
     Raises:
         ConfigError: a file is asked for at a URL.
@@ -64,7 +75,7 @@ def writes_file(single_file: bool | None, place: StoragePath | None) -> bool:
     is_url = place is not None and not isinstance(place, Path)
     if single_file and is_url:
         raise ConfigError(f"single_file=True: {place} is a URL, and a single file is written on a disk only.")
-    return runs_as_lightning() and not is_url if single_file is None else single_file
+    return (by_plugin or runs_as_lightning()) and not is_url if single_file is None else single_file
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -191,6 +202,8 @@ def write_beside(folder: Path, checkpoint: dict[str, Any], save: Save = save_fil
     """
     file = folder.with_name(file_of(folder).name)
     save(checkpoint, file)
+    if not file.is_file():  # a plugin has it elsewhere
+        return
     try:
         LocalStorage().replace_file(folder / FILE_RECORD, to_json(_entry_of(file)._asdict()) + b"\n")
     except OSError as error:
@@ -270,11 +283,14 @@ def file_at(path: str | StoragePath) -> Path | None:
 
 
 @contextmanager
-def as_folder(path: Given) -> Iterator[Given | Path]:
+def as_folder(path: Given, load: Load | None = None) -> Iterator[Given | Path]:
     """Give the folder of a checkpoint for a file; a path that is not a file is given unchanged.
 
     The folder beside a file is given if the file is unchanged since it was written of that folder. Of any other file,
     such as one that Lightning has written, a folder is made, and deleted at the end of the block.
+
+    Args:
+        load: returns the entries of a file that `torch.load` need not be able to read.
 
     Raises:
         CheckpointError: the file is damaged, is not a checkpoint, or would run code.
@@ -288,6 +304,9 @@ def as_folder(path: Given) -> Iterator[Given | Path]:
         yield beside
         return
     with _folder_near(file) as near:
+        if load is not None:
+            entries, file = load(file), near / f"read{SUFFIX}"
+            save_file(entries, file)
         import_file(file, folder := near / "checkpoint")
         yield folder
 

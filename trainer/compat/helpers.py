@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -175,21 +175,18 @@ def measure_flops(
     return int(counter.get_total_flops())
 
 
-class ModelSummary:
-    """A table of a module's layers, as text."""
+class ModelSummary(str):
+    """The table of a module's layers as text, with these layers and the numbers of its parameters."""
+
+    def __new__(cls, model: nn.Module, max_depth: int = 1) -> Self:
+        """Return the table down to a depth; -1: all of it."""
+        return super().__new__(cls, summarize(model, max_depth))
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
-        self._model = model
-        self._max_depth = max_depth
-
-    def __str__(self) -> str:
-        return summarize(self._model, self._max_depth)
-
-    @property
-    def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The layers: with `max_depth=1` the outermost, with 0 none, else all."""
-        every = [*self._model.named_modules()][1:]
-        return {0: [], 1: [*self._model.named_children()]}.get(self._max_depth, every)
+        every, outermost = [*model.named_modules()][1:], [*model.named_children()]
+        self.named_modules = {0: [], 1: outermost}.get(max_depth, every)
+        self.total_parameters = sum(one.numel() for one in model.parameters())
+        self.trainable_parameters = sum(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 # -- warnings and registries -------------------------------------------------------------------------------------------

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.checkpoint.lightning_file import lightning_entries
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.compat.accelerators import ACCELERATORS, XLAAccelerator
 from trainer.compat.names import BESIDE_VIEWS
+from trainer.compat.plugins import TorchCheckpointIO
 from trainer.data.combined_loader import CombinedLoader
 from trainer.names.aliases import Alias
 from trainer.runs.resolved_config import ResolvedConfig, resolve_config
@@ -235,6 +241,15 @@ class _Planned:
         return getattr(self._strategy, name)
 
 
+def _dump_checkpoint(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+    """Return the entries of a checkpoint of this moment. Collective."""
+    with TemporaryDirectory() as near:
+        folder = Path(near, "checkpoint")
+        write = partial(write_checkpoint, folder, process_group=trainer.checkpoint_group)
+        trainer.save_with(lambda state, about: write(state, info=about), {}, weights_only)
+        return lightning_entries(folder)
+
+
 def _val_batches(bar: Any) -> int | float:
     """Return the batches of the validation in this epoch; 0 without one."""
     trainer = bar.trainer
@@ -250,12 +265,16 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "is_enabled": lambda bar: bar.refresh_rate > 0,
     "is_disabled": lambda bar: bar.refresh_rate == 0,
     "accelerator": lambda trainer: ACCELERATORS.get(trainer.config.device_type, XLAAccelerator)(),
+    "checkpoint_io": lambda strategy: TorchCheckpointIO(),
     "fit_loop": lambda trainer: FitLoop("fit_loop", trainer=trainer, kind="train"),
     "validate_loop": lambda trainer: EvaluationLoop("validate_loop", trainer=trainer, kind="val"),
     "test_loop": lambda trainer: EvaluationLoop("test_loop", trainer=trainer, kind="test"),
     "predict_loop": lambda trainer: EvaluationLoop("predict_loop", trainer=trainer, kind="predict"),
     "_accelerator_connector": lambda trainer: AcceleratorConnector(config=trainer.config),
-    "_checkpoint_connector": lambda trainer: View("_checkpoint_connector", _ckpt_path=trainer.ckpt_path),
+    "barebones": lambda trainer: False,
+    "_checkpoint_connector": lambda trainer: View(
+        "_checkpoint_connector", _ckpt_path=trainer.ckpt_path, dump_checkpoint=partial(_dump_checkpoint, trainer)
+    ),
     "_logger_connector": _logger_connector,
 }
-"""Lightning's attribute of a Trainer or a progress bar -> the function that makes the view."""
+"""Lightning's attribute of a Trainer, a strategy or a progress bar -> the function that makes the view."""

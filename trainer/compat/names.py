@@ -62,10 +62,8 @@ NAMES: dict[str, str] = {
     "set_shared_parameters": "assign the one parameter to both layers in __init__ or configure_model",
     "is_shared_filesystem": "nothing: where several machines write, the folder has to be shared",
     **_of("trainer.compat.helpers", "module_available get_init_args instantiate_class is_param_in_hook_signature"),
-    **_of(
-        "trainer.compat.helpers", "get_filesystem _is_local_file_protocol load _load apply_to_collection is_picklable"
-    ),
-    **_of("trainer.compat.helpers", "is_oom_error garbage_collection_cuda suggested_max_num_workers"),
+    **_of("trainer.compat.helpers", "get_filesystem _is_local_file_protocol load _load apply_to_collection"),
+    **_of("trainer.compat.helpers", "is_picklable is_oom_error garbage_collection_cuda suggested_max_num_workers"),
     **_of("trainer.compat.helpers", "_add_prefix _convert_params _sanitize_callable_params _scan_checkpoints"),
     **_of("trainer.compat.helpers", "measure_flops PossibleUserWarning disable_possible_user_warnings"),
     "package_available": "trainer.compat.helpers:module_available",
@@ -89,9 +87,7 @@ NAMES: dict[str, str] = {
     "is_cuda_available": "torch.cuda:is_available",
     "num_cuda_devices": "torch.cuda:device_count",
     "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
-    "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
-    "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
-    "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
+    **_of("trainer.compat.plugins", "CheckpointIO AsyncCheckpointIO TorchCheckpointIO"),
     **dict.fromkeys(("Precision", "PrecisionPlugin"), "trainer.precision:Precision"),
     **_of("trainer.compat.plugins", "MixedPrecision DoublePrecision HalfPrecision FSDPPrecision DeepSpeedPrecision"),
     "MixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
@@ -213,7 +209,6 @@ WORDS: dict[str, dict[str, str]] = {
         "init_module": "the module's configure_model, which builds layers on the strategy's device",
         "precision_plugin": "trainer.precision",
         "val_check_batch": "trainer.val_check_interval",
-        "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
         "_data_connector": "trainer.train_loader, val_loaders",
         "_callback_connector": "trainer.callbacks",
         "_results": "trainer.callback_metrics",
@@ -262,7 +257,6 @@ WORDS: dict[str, dict[str, str]] = {
         "all_gather": "TrainModule.all_gather, or strategy.processes.all_gather_object for data",
         "batch_to_device": "strategy.to_device",
         "block_backward_sync": "strategy.gradient_sync",
-        "checkpoint_io": "trainer.save_checkpoint, and ModelCheckpoint(dirpath=) for storage of another kind",
         "distributed_sampler_kwargs": "nothing: a plain DataLoader is made to read its process's share",
         **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), "strategy.call_step"),
         **dict.fromkeys(("pre_backward", "post_backward"), "an override of strategy.backward"),
@@ -274,7 +268,6 @@ WORDS: dict[str, dict[str, str]] = {
         "optimizer_step": "strategy.step",
         "parallel_devices": "strategy.device, that of this process",
         "process_dataloader": "on_after_batch_transfer, or the DataLoader itself",
-        "save_checkpoint": "trainer.save_checkpoint",
         "setup": "an override of strategy.setup_module or strategy.setup_optimizers",
         "tensor_init_context": "strategy.init_context",
         "cluster_environment": "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each process",
@@ -324,8 +317,9 @@ FORMER_HOOKS = {
 """Methods of earlier versions' modules and callbacks, which are no longer called -> what to use instead."""
 
 VIEWED = {
-    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "accelerator"), "Trainer"),
+    **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "accelerator", "barebones"), "Trainer"),
     **dict.fromkeys(("_accelerator_connector", "_checkpoint_connector", "_logger_connector"), "Trainer"),
+    "checkpoint_io": "ParallelStrategy",
     **dict.fromkeys(("trainer", "print", "is_enabled", "is_disabled"), "ProgressBar"),
     **dict.fromkeys(("total_train_batches", "total_val_batches"), "ProgressBar"),
 }
@@ -348,6 +342,9 @@ STRATEGY_ALIASES = {  # not in the class: strategies may have attributes of thes
     "num_nodes": "processes.num_nodes",
     "num_processes": "processes.world_size",
     "is_global_zero": "processes.is_global_zero",
+    "load_checkpoint": "checkpoint_io.load_checkpoint",
+    "save_checkpoint": "checkpoint_io.save_checkpoint",
+    "remove_checkpoint": "checkpoint_io.remove_checkpoint",
 }
 """Members of Lightning's strategies that have another name here -> the path of the attribute here."""
 

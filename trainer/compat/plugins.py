@@ -1,11 +1,17 @@
-"""Values of Lightning's `Trainer(plugins=)`: a precision, SyncBatchNorm, and the environments that are found anyway."""
+"""Values of Lightning's `Trainer(plugins=)`: a precision, SyncBatchNorm, a CheckpointIO, and environments."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from inspect import getattr_static
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
+
+import torch
+
+from trainer.checkpoint.lightning_file import save_file
 
 
 class _Placeholder:
@@ -92,18 +98,86 @@ class TorchElasticEnvironment(ClusterEnvironment):
     """The processes that torchrun has started."""
 
 
+class CheckpointIO(ABC):
+    """Base class of what reads and writes files of checkpoints, and removes them, in place of torch.
+
+    It is called on rank 0, with the path of the file beside a checkpoint's folder. The folder is written in any case.
+    """
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write the entries of a checkpoint."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the entries of a checkpoint."""
+
+    @abstractmethod
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint."""
+
+    def teardown(self) -> None:
+        """Act at the end of a run."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """Reads and writes by `torch.load` and `torch.save`."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a file that `torch.load` reads.
+
+        Raises:
+            TypeError: `storage_options` are given.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options: leave it out, or override save_checkpoint.")
+        save_file(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the entries of a file; by default only data and tensors are read."""
+        restricted = weights_only is not False
+        entries: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=restricted)
+        return entries
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file, if it is there."""
+        Path(path).unlink(missing_ok=True)
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Hands all calls to another CheckpointIO, at once: `ModelCheckpoint(async_save=True)` writes in the background."""
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        self.checkpoint_io = checkpoint_io or TorchCheckpointIO()
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Write the entries of a checkpoint."""
+        self.checkpoint_io.save_checkpoint(*args, **options)
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the entries of a checkpoint."""
+        return self.checkpoint_io.load_checkpoint(*args, **options)
+
+    def remove_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Remove a checkpoint."""
+        self.checkpoint_io.remove_checkpoint(*args, **options)
+
+
 FOUND = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment)
 
 
-def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precision: Any) -> tuple[Any, bool, list[str]]:
-    """Return the precision that plugins ask for (or `precision`), whether one is SyncBatchNorm, and the problems.
+def read_plugins(
+    plugins: Any, default_precision: Callable[[Any], bool], precision: Any
+) -> tuple[Any, bool, CheckpointIO | None, list[str]]:
+    """Return the precision that plugins ask for (or `precision`), whether one is SyncBatchNorm, the CheckpointIO, and
+    the problems.
 
     Args:
         plugins: the argument of Trainer.
         default_precision: tells whether a precision is the default of a Trainer.
         precision: the argument of that name.
     """
-    problems, sync_batchnorm = [], False
+    problems, sync_batchnorm, checkpoint_io = [], False, None
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if isinstance(plugin, PrecisionOf):
             if own := [name for name in dir(plugin) if _is_own(plugin, name)]:
@@ -116,9 +190,13 @@ def read_plugins(plugins: Any, default_precision: Callable[[Any], bool], precisi
             precision = plugin.name
         elif isinstance(plugin, TorchSyncBatchNorm):
             sync_batchnorm = True
+        elif isinstance(plugin, CheckpointIO):
+            if checkpoint_io is not None:
+                problems.append(f"plugins=[{type(plugin).__name__}(...)]: there is another CheckpointIO. Give one.")
+            checkpoint_io = plugin
         elif type(plugin) not in FOUND:
             problems.append(_problem(plugin))
-    return precision, sync_batchnorm, problems
+    return precision, sync_batchnorm, checkpoint_io, problems
 
 
 def _is_own(plugin: PrecisionOf, name: str) -> bool:
@@ -134,6 +212,6 @@ def _problem(plugin: Any) -> str:
             "MASTER_ADDR and MASTER_PORT in each process, as torchrun does, and leave the plugin out."
         )
     return (
-        f"plugins={plugin!r}: give an object of a precision, a cluster environment or SyncBatchNorm. To write "
-        "checkpoints in another way use ModelCheckpoint(dirpath=, async_save=); for others precision= and strategy=."
+        f"plugins={plugin!r}: give an object of a precision, a CheckpointIO, a cluster environment or SyncBatchNorm. "
+        "For others use precision= and strategy=."
     )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard
+from trainer.callback import AccumulationSchedule, Callback, Checkpoint, StepGuard, attach
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
@@ -329,6 +329,9 @@ class Run:
     def connect_callbacks(self, caller: object) -> None:
         """Add the module's callbacks, and bind all hooks to their first arguments: `caller` and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
+        self.config.callbacks[:] = self.callbacks
+        for callback in self.callbacks:
+            attach(callback, self.module.trainer)
         self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
         # A run continues from a full checkpoint, which knows only the checkpoints that were written before it.

@@ -76,7 +76,7 @@ from trainer.runs.terminal import columns_of, wrapped
 from trainer.seed import set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
 from trainer.state.hook_changes import as_made
-from trainer.strategy import Strategy
+from trainer.strategy import Strategy, given_checkpoint_io
 
 log = logging.getLogger("trainer")
 
@@ -178,6 +178,8 @@ def join_processes(config: ResolvedConfig, cleanup: ExitStack) -> None:
     config.strategy.setup_environment(config.device_type, config.precision, config.device_ids)
     configure_logging(config.strategy.processes.rank)
     cleanup.callback(set_deterministic(config.settings.deterministic, config.settings.benchmark))
+    if (plugin := given_checkpoint_io(config.strategy)) is not None:
+        cleanup.callback(plugin.teardown)
 
 
 def stop_listening(processes: SingleProcess, clock: Clock) -> None:
@@ -192,7 +194,9 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     strategy, session = run.strategy, run.session
     file = None if ckpt_path is None or ckpt_path in POINTERS else file_at(ckpt_path)
     if file is not None and strategy.processes.is_global_zero:
-        ckpt_path = cleanup.enter_context(as_folder(file))
+        plugin = given_checkpoint_io(strategy)
+        load = None if plugin is None else lambda path: plugin.load_checkpoint(str(path))
+        ckpt_path = cleanup.enter_context(as_folder(file, load))
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else (None, None)
     path, run_dir = of_rank_zero(strategy.processes, found[0]), Path(str(of_rank_zero(strategy.processes, found[1])))
     run.set_paths(run_dir, path, file)

@@ -20,12 +20,21 @@ from torch.optim import Optimizer
 from trainer.arguments import local_path
 from trainer.callback import Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
-from trainer.checkpoint.disk import temporary_path_for
+from trainer.checkpoint.disk import WriteError, temporary_path_for
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.hook_checkpoint import loaded_by_hooks, saved_by_hooks
 from trainer.checkpoint.left_out import write_the_rest
-from trainer.checkpoint.lightning_file import lightning_entries, save_file, write_beside, writes_file
+from trainer.checkpoint.lightning_file import (
+    FilesBeside,
+    Save,
+    file_of,
+    lightning_entries,
+    remove_beside,
+    save_file,
+    write_beside,
+    writes_file,
+)
 from trainer.checkpoint.optimizer_state import OPTIMIZER, check_shapes, with_dtypes_of, with_names
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
@@ -54,7 +63,7 @@ from trainer.settings import Settings
 from trainer.state import hook_changes
 from trainer.state.held_generators import with_generators, without_generators
 from trainer.state.waiting_gradients import restore_gradients, waiting_gradients
-from trainer.strategy import Strategy, synchronize_buffers
+from trainer.strategy import Strategy, given_checkpoint_io, synchronize_buffers
 
 log = logging.getLogger("trainer")
 
@@ -599,7 +608,8 @@ def writer_to(
         ConfigError: a single file would have a URL.
     """
     file = as_storage_path(path)
-    if not writes_file(single_file, file) or not isinstance(file, Path):
+    by_plugin = given_checkpoint_io(run.strategy) is not None
+    if not writes_file(single_file, file, by_plugin) or not isinstance(file, Path):
         yield lambda state, about: write_checkpoint(path, state, info=about, process_group=group)
         return
     processes = run.strategy.processes
@@ -608,7 +618,7 @@ def writer_to(
     def write(state: dict[str, Any], about: dict[str, Any]) -> None:
         write_checkpoint(near / "checkpoint", state, info=about, process_group=group)
         if processes.is_global_zero:
-            save_file({**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}, file)
+            _save_of(run)({**_lightning_entries(run, near / "checkpoint"), "epoch": run.progress.epoch}, file)
 
     try:
         yield write
@@ -617,9 +627,27 @@ def writer_to(
             shutil.rmtree(near, ignore_errors=True)
 
 
-def write_file_beside(run: Run, folder: Path) -> None:
-    """Write the file of a committed checkpoint beside its folder."""
-    write_beside(folder, _lightning_entries(run, folder))
+def files_beside(run: Run) -> FilesBeside:
+    """Return how the run's files are written and removed, by a plugin if there is one."""
+    plugin = given_checkpoint_io(run.strategy)
+    return FilesBeside(
+        lambda folder: write_beside(folder, _lightning_entries(run, folder), _save_of(run)),
+        remove_beside if plugin is None else lambda folder: plugin.remove_checkpoint(str(file_of(folder))),
+    )
+
+
+def _save_of(run: Run) -> Save:
+    plugin = given_checkpoint_io(run.strategy)
+    if plugin is None:
+        return save_file
+
+    def save(checkpoint: dict[str, Any], path: Path) -> None:
+        try:
+            plugin.save_checkpoint(checkpoint, str(path))
+        except Exception as error:
+            raise WriteError(f"{type(plugin).__name__}.save_checkpoint failed for {path}: {error!r}") from error
+
+    return save
 
 
 def _lightning_entries(run: Run, folder: StoragePath) -> dict[str, Any]:

@@ -584,13 +584,15 @@ class MetricLog:
         value = reduce(COMBINE_HOST[options.reduction], found)
         return value / weight if options.reduction == "mean" else value
 
-    def _compute(self, name: str, metric: Any) -> float:
+    def _compute(self, name: str, metric: Any) -> float | None:
         self._lists.fill(metric)
         with warnings.catch_warnings():
             # A process without a batch computes too, because `compute` synchronizes all processes.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = metric.compute()
         self.computed.append(metric)
+        if value is None:  # a metric that has seen nothing may have no value
+            return None
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(name, f"{type(metric).__name__}.compute() gives")
         return float(value)

@@ -106,7 +106,7 @@ def _unknown_choices(settings: Settings) -> list[str]:
         problems = error_of(lambda: resolve_strategy(settings.strategy, 1))
     else:
         problems = unknown_methods(settings.strategy)
-    precision, _, wrong = _with_plugins(settings)
+    precision, _, _, wrong = _with_plugins(settings)
     problems += wrong + error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
     problems += error_of(lambda: choose_accelerator(settings.accelerator))
@@ -129,10 +129,11 @@ def _others_than(kind: type, given: Any, where: str, examples: str) -> list[str]
     return [f"{where}: {shown(one)} is not a trainer.{kind.__name__}. Give {examples}." for one in wrong]
 
 
-def _with_plugins(settings: Settings) -> tuple[Any, bool, list[str]]:
-    """Return the precision, whether one of Lightning's plugins is SyncBatchNorm, and the problems of the plugins."""
+def _with_plugins(settings: Settings) -> tuple[Any, bool, Any, list[str]]:
+    """Return the precision, whether one of Lightning's plugins is SyncBatchNorm, the CheckpointIO among them, and their
+    problems."""
     if settings.plugins is None:
-        return settings.precision, False, []
+        return settings.precision, False, None, []
     from trainer.compat.plugins import read_plugins
 
     return read_plugins(settings.plugins, is_default_precision, settings.precision)
@@ -165,7 +166,9 @@ def resolve_config(settings: Settings, problems: Sequence[str] = ()) -> Resolved
         devices, num_nodes = environment.local_world_size, environment.num_nodes
         devices_reason = f"as started by {environment.source}"
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
-    wanted, syncs, _ = _with_plugins(settings)
+    wanted, syncs, checkpoint_io, _ = _with_plugins(settings)
+    if checkpoint_io is not None:
+        vars(strategy)["checkpoint_io"] = checkpoint_io
     precision, sync_batchnorm = resolve_precision(wanted), settings.sync_batchnorm or syncs
     found += strategy.problems(precision, device_type, devices * num_nodes, step_options(settings))
     found += _cannot_try_a_batch(settings, strategy, device_type)
