@@ -104,7 +104,7 @@ def named(target: str) -> Any:
 
 
 def _words_for(package: ModuleType, name: str) -> str:
-    """Return what to use instead of a name without a row of its own; empty if Lightning and Accelerate have no such."""
+    """Return what to use instead of a name without a row of its own; empty if neither Lightning nor Accelerate has it."""
     if package.__name__ == PACKAGE:
         return accelerate.NAMES.get(name, "")
     if name not in _LISTED:
@@ -121,7 +121,7 @@ def _words_of_package(package: ModuleType, otherwise: str) -> str:
 
 
 def _advice(package: ModuleType, name: str, packages: list[ModuleType]) -> str:
-    """Return what to use instead of a name that Lightning has not; empty where another one is suggested."""
+    """Return what to use instead of a name that Lightning lacks; empty where another one is suggested."""
     if package.__name__ == PACKAGE:
         return next((f"{one.__name__}.{name}" for one in packages if name in public_names(one)), "")
     of_a_file = not hasattr(package, "__path__")  # whose imports are not compared

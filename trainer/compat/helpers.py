@@ -149,7 +149,7 @@ def _called(value: Any) -> Any:
         found = value()
     except Exception:
         return getattr(value, "__name__", None)
-    return value.__name__ if callable(found) else found
+    return getattr(value, "__name__", None) if callable(found) else found
 
 
 def scan_checkpoints(callback: Any, logged_model_time: dict[str, float]) -> list[tuple[float, str, Any, str]]:

@@ -69,6 +69,7 @@ NAMES: dict[str, str] = {
     "package_available": "trainer.compat.helpers:module_available",
     "pl_load": "trainer.compat.helpers:load",
     **dict.fromkeys(("is_cuda_out_of_memory", "is_out_of_cpu_memory"), "trainer.compat.helpers:is_oom_error"),
+    "core.ModelSummary": "trainer.compat.helpers:ModelSummary",
     "utilities.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
     "utilities.model_summary.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
     "summarize": "trainer.callbacks.model_summary:summarize",
