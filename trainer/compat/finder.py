@@ -104,7 +104,7 @@ def named(target: str) -> Any:
 
 
 def _words_for(package: ModuleType, name: str) -> str:
-    """Return what to use instead of a name without a row of its own; empty if neither Lightning nor Accelerate has it."""
+    """Return what to use instead of a name without its own row; empty if neither Lightning nor Accelerate has it."""
     if package.__name__ == PACKAGE:
         return accelerate.NAMES.get(name, "")
     if name not in _LISTED:
