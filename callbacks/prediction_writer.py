@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(StrEnum):
-    """When predictions are written."""
+    """The moments at which predictions are written."""
 
     BATCH = "batch"
     EPOCH = "epoch"

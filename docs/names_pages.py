@@ -18,10 +18,18 @@ Lightning's public names and what became of them here, from the table in `traine
 `lightning` (also `lightning.pytorch`, `pytorch_lightning`) by `trainer` in imports: `import trainer as pl`, `from
 trainer.loggers import CSVLogger`, `from trainer.callbacks.model_checkpoint import ModelCheckpoint`. `LightningModule`
 is `TrainModule`, `LightningDataModule` is `DataModule`. Of the modules, the data modules and the Trainer every public
-name is here, or in a table below; of other classes and of Lightning's packages those that scripts use. A name in a
-table is answered by an error that says what the table says; `hasattr` and `getattr` with a default work, and `dir`
-shows no such name. In a process that [runs as Lightning](migrating.md#run-it-unchanged) that error comes when
-the name is used, not when it is imported. The names are those of Lightning 2; `trainer migrate` knows older ones.
+name is here, or in a table below; of other classes those that scripts use.
+
+- A member or argument of a class that is not here is answered by an error that says what the table says; `hasattr` and
+  `getattr` with a default work, and `dir` shows no such member.
+- A name that is not here can be imported from the modules of Lightning, also one that no table shows, because packages
+  import many names that a run never uses; `import *` takes none that a table shows. It is a class, of which nothing is
+  an instance, to subclass and to annotate with. The error comes when it is called, when an object of a subclass is
+  made, or when one of its attributes is read.
+- Constants such as `_TORCH_GREATER_EQUAL_2_4` and `_RICH_AVAILABLE` have their values.
+- A name that Lightning 2 does not have fails at the import, as it does there. `trainer migrate` knows older ones, and
+  lists all names that are not here.
+
 What differs in meaning stands on the page [Coming from Lightning](migrating.md).
 
 Checkpoints are folders of safetensors and JSON: `torch.load(path)` of one fails with "Is a directory". Use
@@ -66,7 +74,7 @@ def page() -> str:
     parts = [HEAD, *(_section(name) for name in WORDS)]
     exported = [f"| `{name}` | {_target(target)} |" for name, target in NAMES.items() if not name.startswith("_")]
     parts.append("\n".join(["## Names that modules export", "", "| Lightning | here |", "|---|---|", *exported]) + "\n")
-    served = ", ".join(f"`trainer.{name}`" for name in MODULES.split() if "." not in name)
+    served = ", ".join(f"`trainer.{name}`" for name in MODULES if "." not in name)
     parts.append(f"## Modules by Lightning's paths\n\nServed, with those below them: {served}.\n")
     return "\n".join(parts)
 

@@ -37,7 +37,7 @@ STRATEGIES: _Table[type[Strategy]] = _Table(
 """Every strategy by the name that `Trainer(strategy=)` takes. All are imported with the first `Trainer`, so they import
 heavy packages, torch.distributed.fsdp too, inside the functions that need them."""
 
-_answer_further_names("trainer.strategies", "ddp", "deepspeed", "fsdp", "xla")
+_answer_further_names("trainer.strategies", "ddp", "deepspeed", "fsdp", "parallel", "xla")
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 

@@ -55,8 +55,8 @@ def test_members_options_and_names_are_answered(capsys: pytest.CaptureFixture[st
     engine = Engine(accelerator="cpu", devices=1)
     with pytest.raises(AttributeError, match=r"gather_for_metrics'. Use engine.setup_dataloaders"):
         engine.gather_for_metrics  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(ImportError, match=r"Use trainer\.launch"):
-        exec("from trainer import notebook_launcher")
+    with pytest.raises(ConfigError, match=r"^notebook_launcher is not here\. Use trainer\.launch"):
+        exec("from trainer import notebook_launcher\nnotebook_launcher(print)")
     assert "Use nvme_path=" in answer(DeepSpeedStrategy, "offload_param_nvme_path")
     for option, words in {"--num-processes": "--nproc-per-node", "--fsdp-offload-params": "FSDPStrategy"}.items():
         assert launch.run([option, "train.py"]) == 2

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.toy import Toy
-from trainer import ConfigError
-from trainer.compat import finder, helpers
-from trainer.compat.names import MODULES, NAMES
+from trainer.compat import finder
 from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
@@ -176,161 +168,6 @@ def test_a_module_is_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import sys, lightning; print(sys.argv[1:], lightning.Trainer.__module__)")
     done = python("-m", "trainer", "run-as-lightning", "-m", "own", "-x", folder=tmp_path)
     assert done.stdout == "['-x'] trainer.trainer\n"
-
-
-# -- names that are not here -------------------------------------------------------------------------------------------
-
-
-def all_names() -> list[str]:
-    """Return the names of the table that only have words; one is of a module that Lightning 2.6 has no more."""
-    in_words = [name for name, target in NAMES.items() if ":" not in target or " " in target]
-    return sorted(name for name in in_words if name != "core.memory.ModelSummary")
-
-
-@pytest.fixture
-def runs_as_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AS_LIGHTNING, "1")
-
-
-@pytest.mark.usefixtures("runs_as_lightning")
-@pytest.mark.parametrize("name", all_names())
-def test_a_name_that_is_not_here_fails_when_it_is_used(name: str) -> None:
-    package, _, last = name.rpartition(".")
-    kind = getattr(importlib.import_module(f"trainer.{package or 'utilities'}"), last)
-    if name == "StrategyRegistry":
-        return
-    own: Any = type("Own", (kind,), {"__init__": lambda self: None})
-    beside_module: Any = type("Both", (torch.nn.Module, kind), {})
-    assert not isinstance(3, kind)
-    assert issubclass(own, kind)
-    assert inspect.isclass(kind[int])
-    assert type(None) in (kind | None).__args__
-    if name == "Accelerator":  # packages make an object of their own at import, to register its name
-        assert isinstance(own(), kind)
-        return
-    for one in (kind, own, beside_module):
-        with pytest.raises(ConfigError, match=f"^{last} is not here. Use "):
-            one()
-    with pytest.raises(AttributeError, match=f"^{last}.is_available: {last} is not here. Use "):
-        kind.is_available()
-
-
-@pytest.mark.usefixtures("runs_as_lightning")
-def test_registries_take_what_is_registered() -> None:
-    registry = importlib.import_module("trainer.strategies").StrategyRegistry
-    registry.register("mine", Toy, description="x")
-
-    @registry.register("other")
-    class Other:
-        pass
-
-    assert dict(registry) == {"mine": Toy, "other": Other}
-
-
-@pytest.mark.usefixtures("runs_as_lightning")
-def test_errors_warnings_and_flags() -> None:
-    utilities = importlib.import_module("trainer.utilities.exceptions")
-    assert issubclass(finder.answered_at_use("OwnException", "x"), Exception)
-    assert issubclass(finder.answered_at_use("OwnWarning", "x"), Warning)
-    assert utilities.SIGTERMException is SystemExit
-    imports = importlib.import_module("trainer.utilities.imports")
-    assert imports._TORCHMETRICS_AVAILABLE is True
-    assert imports._NOTHINGLIKEIT_AVAILABLE is False
-    assert imports._TORCH_GREATER_EQUAL_2_1 is True
-    assert imports._TORCH_GREATER_EQUAL_99_0 is False
-
-
-def test_otherwise_the_import_says_what_to_use() -> None:
-    with pytest.raises(ImportError, match="Use Tuner"):
-        from trainer.callbacks import LearningRateFinder  # noqa: F401
-
-
-def test_the_installed_lightnings_modules_are_here() -> None:
-    left_out = ("_graveyard", "__setup__", "testing", "_pytree", "migration", "upgrade_checkpoint", "cli", "base")
-    folder = Path(str(pytorch_lightning.__file__)).parent
-    found = set()
-    for file in folder.rglob("*.py"):
-        parts = file.relative_to(folder).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name and not any(part in left_out for part in parts):
-            found.add(name)
-    ours = {*MODULES.split()}
-    missing = [name for name in found - ours if importlib.util.find_spec(f"trainer.{name}") is None]
-    assert missing == ["trainer.configuration_validator"] or sorted(missing) == [
-        "serve.servable_module_validator",
-        "trainer.configuration_validator",
-    ]
-
-
-# -- helpers, beside Lightning's ---------------------------------------------------------------------------------------
-
-
-def theirs(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result, or the class of the error."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return type(error)
-
-
-@pytest.mark.parametrize(
-    ("path", "arguments"),
-    [
-        *(("pytorch_lightning.utilities.parsing.is_picklable", (one,)) for one in (1, lambda: 1, torch.ones(1))),
-        *(
-            ("pytorch_lightning.utilities.memory.is_oom_error", (error,))
-            for error in (
-                RuntimeError("CUDA out of memory."),
-                RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. x"),
-                RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-                RuntimeError("other"),
-                ValueError("CUDA out of memory."),
-            )
-        ),
-        *(("lightning_fabric.utilities.data.suggested_max_num_workers", (one,)) for one in (1, 2, 100)),
-    ],
-)
-def test_helpers_do_what_lightnings_do(path: str, arguments: tuple[Any, ...]) -> None:
-    own = getattr(helpers, path.rpartition(".")[2])
-    assert outcome(own, *arguments) == outcome(theirs(path), *arguments)
-
-
-def test_the_arguments_of_a_constructor() -> None:
-    found: list[Any] = []
-
-    class Base:
-        def __init__(self, a: int, *rest: int, b: int = 2, **more: int) -> None:
-            frame: Any = inspect.currentframe()
-            found.append(helpers.get_init_args(frame))
-            found.append(theirs("pytorch_lightning.utilities.parsing.get_init_args")(frame))
-            assert __class__  # type: ignore[name-defined]
-
-    Base(1, 5, c=3)
-    assert found[0] == found[1] == {"a": 1, "b": 2, "c": 3}
-
-
-def test_files_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save({"a": torch.ones(2)}, path)
-    assert helpers.load(path)["a"].tolist() == [1, 1]
-    with path.open("rb") as file:
-        assert helpers.load(file)["a"].tolist() == [1, 1]
-    assert helpers.load(path.as_uri(), "cpu")["a"].tolist() == [1, 1]
-    assert helpers.get_filesystem(path).exists(str(path))
-    torch.save(Toy, path)
-    with pytest.raises(Exception, match="weights_only"):
-        helpers.load(path)
-
-
-def test_collections() -> None:
-    data = {"a": [torch.ones(1), 2], "b": (torch.zeros(1), "x")}
-    moved = helpers.apply_to_collection(data, torch.Tensor, lambda one, by: one + by, 1)
-    assert [moved["a"][0].item(), moved["a"][1], moved["b"][0].item(), moved["b"][1]] == [2, 2, 1, "x"]
 
 
 def test_the_rank_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

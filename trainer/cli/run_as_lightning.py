@@ -15,14 +15,14 @@ examples:
   trainer run-as-lightning -m mypackage.train
 
 In the program, in the processes that it starts, and in the packages that it imports, `lightning`, `pytorch_lightning`
-and `lightning_fabric` are this package, whether or not they are installed. A checkpoint is also a file, as Lightning's.
-A program can do the same by `import trainer.compat.lightning` before its other imports.
+and `lightning_fabric` are this package, whether or not they are installed. A checkpoint is also written as one file, in
+Lightning's format. A program can do the same with `import trainer.compat.lightning` before its other imports.
 """
 
 
 @reports_errors
 def run(arguments: list[str]) -> int:
-    """Replace this process by Python with the program, which therefore ends as Python ends it."""
+    """Replace this process by the program, which therefore ends as it would without this command."""
     parser = CommandParser(
         prog="trainer run-as-lightning",
         usage="trainer run-as-lightning [-m] SCRIPT [ARGS]",

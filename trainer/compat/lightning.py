@@ -1,8 +1,8 @@
-"""Run a program that was written for Lightning unchanged: import this module before anything of Lightning's.
+"""Run a program that was written for Lightning unchanged: import this module before any of Lightning's.
 
 `lightning`, `pytorch_lightning`, `lightning_fabric` and all modules below them are this package's from then on, in this
 process and in those that it starts, whether or not Lightning is installed. `trainer run-as-lightning SCRIPT` does the
-same without a line in the program.
+same for a program that does not import it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import trainer.compat.finder  # noqa: F401 - which sets the rank of lightning_utilities
 from trainer import __version__
 from trainer.names.states import AS_LIGHTNING, LIGHTNING_VERSION
 
 PLACE = Path(__file__).parent / "as_lightning"
-"""A folder with modules of Lightning's names and the metadata of its packages, found before those installed."""
+"""A folder with modules under Lightning's names, and the metadata of its packages, found before installed ones."""
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _WITH_VERSION = (*PACKAGES, "lightning.pytorch", "lightning.fabric")
 
@@ -88,16 +89,6 @@ def _install() -> None:
             f"running as Lightning {LIGHTNING_VERSION}: {', '.join(PACKAGES)} are trainer {__version__}",
             file=sys.stderr,
         )
-    _tell_the_rank()
-
-
-def _tell_the_rank() -> None:
-    """Set the rank of `lightning_utilities`, if that is installed, as the import of Lightning does."""
-    from trainer.distributed.rank_zero import rank_zero_only
-
-    if find_spec("lightning_utilities") is not None:
-        theirs = import_module("lightning_utilities.core.rank_zero").rank_zero_only
-        theirs.rank = getattr(theirs, "rank", None) or rank_zero_only.rank
 
 
 _install()

@@ -7,51 +7,52 @@ A name is here under the same name, has another name here (`STRATEGY_ALIASES`, `
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trainer.compat import accelerate
+
+
+def _of(module: str, names: str) -> dict[str, str]:
+    """Return rows of names that a module here has, too; those that Lightning calls private without the underscore."""
+    return {name: f"{module}:{name.removeprefix('_')}" for name in names.split()}
+
+
+def _all(target: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), target)
+
 
 NAMES: dict[str, str] = {
     # Names that modules and packages export, with the path of the module where another one has the name, too.
     # "module:name" is imported; other texts say what to use.
-    "LightningModule": "trainer.module:TrainModule",
-    "LightningDataModule": "trainer.data.datamodule:DataModule",
-    "TrainModule": "trainer.module:TrainModule",
-    "DataModule": "trainer.data.datamodule:DataModule",
+    **dict.fromkeys(("LightningModule", "TrainModule"), "trainer.module:TrainModule"),
+    **dict.fromkeys(("LightningDataModule", "DataModule"), "trainer.data.datamodule:DataModule"),
     "Trainer": "trainer.trainer:Trainer",
-    "Callback": "trainer.callback:Callback",
-    "Logger": "trainer.logger:Logger",
-    "Checkpoint": "trainer.callback:Checkpoint",
-    "seed_everything": "trainer.seed:seed_everything",
-    "isolate_rng": "trainer.seed:isolate_rng",
+    **_of("trainer.callback", "Callback Checkpoint"),
+    **_of("trainer.logger", "Logger DummyLogger rank_zero_experiment"),
+    **_of("trainer.seed", "seed_everything isolate_rng"),
     "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
     "AttributeDict": "trainer.hyperparameters:Hyperparameters",
-    "rank_zero_only": "trainer.distributed.rank_zero:rank_zero_only",
-    "rank_zero_info": "trainer.distributed.rank_zero:rank_zero_info",
-    "rank_zero_warn": "trainer.distributed.rank_zero:rank_zero_warn",
-    "rank_zero_debug": "trainer.distributed.rank_zero:rank_zero_debug",
+    "HyperparametersMixin": "trainer.hyperparameters:HasHyperparameters",
+    **_of("trainer.distributed.rank_zero", "rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug WarningCache"),
+    **_of("trainer.distributed.rank_zero", "rank_prefixed_message"),
     "rank_zero_deprecation": "trainer.distributed.rank_zero:rank_zero_warn",
-    "rank_prefixed_message": "trainer.distributed.rank_zero:rank_prefixed_message",
-    "rank_zero_experiment": "trainer.logger:rank_zero_experiment",
-    "WarningCache": "trainer.distributed.rank_zero:WarningCache",
-    "STEP_OUTPUT": "typing:Any",
-    "_EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
-    "_PREDICT_OUTPUT": "typing:Any",
-    "TRAIN_DATALOADERS": "typing:Any",
-    "EVAL_DATALOADERS": "typing:Any",
-    "OptimizerLRScheduler": "typing:Any",
-    "OptimizerLRSchedulerConfig": "trainer.compat.types:OptimizerLRSchedulerConfig",
-    "OptimizerConfig": "trainer.compat.types:OptimizerConfig",
-    "LRSchedulerConfigType": "trainer.compat.types:LRSchedulerConfigType",
-    "LRSchedulerTypeUnion": "typing:Any",
-    "LRSchedulerPLType": "typing:Any",
+    "_get_rank": "trainer.compat.finder:get_rank",
+    "_logger": "trainer.distributed.rank_zero:log",
+    **_all("typing:Any", "STEP_OUTPUT TRAIN_DATALOADERS EVAL_DATALOADERS ArgsType OptimizerLRScheduler _OUT_DICT"),
+    **_all("typing:Any", "LRSchedulerPLType LRSchedulerTypeUnion _DEVICE _MAP_LOCATION_TYPE _PREDICT_OUTPUT"),
+    **_of("trainer.compat.types", "_EVALUATE_OUTPUT OptimizerLRSchedulerConfig OptimizerConfig LRSchedulerConfigType"),
+    **_of(
+        "trainer.compat.types", "_PATH OptimizerCallable LRSchedulerCallable Optimizable _IS_WINDOWS _IS_INTERACTIVE"
+    ),
     "LRSchedulerConfig": "trainer.optimizers:TimedScheduler",
-    "_PATH": "trainer.compat.types:_PATH",
+    **_of("torch.optim.lr_scheduler", "LRScheduler ReduceLROnPlateau"),
+    "ReduceOp": "torch.distributed:ReduceOp",
+    "_distributed_is_initialized": "torch.distributed:is_initialized",
+    "default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
     "MisconfigurationException": "trainer.errors:ConfigError",
     "SIGTERMException": "builtins:SystemExit",
-    "TrainerFn": "trainer.names.states:TrainerFn",
-    "RunningStage": "trainer.names.states:RunningStage",
-    "TrainerStatus": "trainer.names.states:TrainerStatus",
-    "TrainerState": "trainer.names.states:TrainerState",
-    "GradClipAlgorithmType": "trainer.names.states:GradClipAlgorithmType",
+    "LightningDeprecationWarning": "builtins:DeprecationWarning",
+    **_of("trainer.names.states", "TrainerFn RunningStage TrainerStatus TrainerState GradClipAlgorithmType"),
     "LightningEnum": "trainer.names.states:TextEnum",
     "LightningOptimizer": "trainer.loop.manual:ManualOptimizer",
     "grad_norm": "trainer.model.gradients:grad_norm",
@@ -59,85 +60,56 @@ NAMES: dict[str, str] = {
     "is_overridden": "trainer.model.optional_methods:is_overridden",
     "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False): equal objects are shared",
     "set_shared_parameters": "assign the one parameter to both layers in __init__ or configure_model",
-    "suggested_max_num_workers": "trainer.compat.helpers:suggested_max_num_workers",
     "is_shared_filesystem": "nothing: where several machines write, the folder has to be shared",
-    "is_picklable": "trainer.compat.helpers:is_picklable",
-    "disable_possible_user_warnings": "warnings.filterwarnings",
-    "measure_flops": "torch.utils.flop_counter.FlopCounterMode",
-    "garbage_collection_cuda": "trainer.compat.helpers:garbage_collection_cuda",
-    "apply_to_collection": "trainer.compat.helpers:apply_to_collection",
-    "load": "trainer.compat.helpers:load",
-    **dict.fromkeys(("_load", "pl_load"), "trainer.compat.helpers:load"),
-    "get_init_args": "trainer.compat.helpers:get_init_args",
-    **dict.fromkeys(
-        ("is_oom_error", "is_cuda_out_of_memory", "is_out_of_cpu_memory"), "trainer.compat.helpers:is_oom_error"
-    ),
-    "get_filesystem": "trainer.compat.helpers:get_filesystem",
+    **_of("trainer.compat.helpers", "module_available get_init_args instantiate_class is_param_in_hook_signature"),
+    **_of("trainer.compat.helpers", "get_filesystem _is_local_file_protocol load _load apply_to_collection"),
+    **_of("trainer.compat.helpers", "is_picklable is_oom_error garbage_collection_cuda suggested_max_num_workers"),
+    **_of("trainer.compat.helpers", "_add_prefix _convert_params _sanitize_callable_params _scan_checkpoints"),
+    **_of("trainer.compat.helpers", "measure_flops PossibleUserWarning disable_possible_user_warnings"),
+    "package_available": "trainer.compat.helpers:module_available",
+    "pl_load": "trainer.compat.helpers:load",
+    **dict.fromkeys(("is_cuda_out_of_memory", "is_out_of_cpu_memory"), "trainer.compat.helpers:is_oom_error"),
+    "core.ModelSummary": "trainer.compat.helpers:ModelSummary",
+    "utilities.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
+    "utilities.model_summary.model_summary.ModelSummary": "trainer.compat.helpers:ModelSummary",
     "summarize": "trainer.callbacks.model_summary:summarize",
-    **dict.fromkeys(
-        (
-            *("utilities.model_summary.ModelSummary", "utilities.model_summary.model_summary.ModelSummary"),
-            "core.memory.ModelSummary",
-        ),
-        "trainer.compat.helpers:ModelSummary",
-    ),
     "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write the same format",
     # the inside of the Trainer
-    "_FitLoop": "trainer.compat.inside:FitLoop",
+    **_of("trainer.compat.inside", "_FitLoop _EvaluationLoop _AcceleratorConnector"),
     "_TrainingEpochLoop": "trainer.compat.inside:EpochLoop",
-    "_EvaluationLoop": "trainer.compat.inside:EvaluationLoop",
     "_PredictionLoop": "trainer.compat.inside:EvaluationLoop",
-    "_AcceleratorConnector": "trainer.compat.inside:AcceleratorConnector",
     # accelerators, plugins, profilers, strategies
     "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'tpu'); or, for that of Accelerate, a Trainer or an Engine",
-    **dict.fromkeys(
-        ("accelerators.Accelerator", "accelerators.accelerator.Accelerator"), "trainer.compat.accelerators:Accelerator"
-    ),
-    "CPUAccelerator": "trainer.compat.accelerators:CPUAccelerator",
-    "CUDAAccelerator": "trainer.compat.accelerators:CUDAAccelerator",
-    "MPSAccelerator": "trainer.compat.accelerators:MPSAccelerator",
-    **dict.fromkeys(("TPUAccelerator", "XLAAccelerator"), "trainer.compat.accelerators:XLAAccelerator"),
+    "accelerators.Accelerator": "trainer.compat.accelerators:Accelerator",
+    "accelerators.accelerator.Accelerator": "trainer.compat.accelerators:Accelerator",
+    **_of("trainer.compat.accelerators", "CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator"),
+    "TPUAccelerator": "trainer.compat.accelerators:XLAAccelerator",
+    **dict.fromkeys(("AcceleratorRegistry", "ACCELERATOR_REGISTRY"), "trainer.compat.helpers:ACCELERATORS"),
+    "is_cuda_available": "torch.cuda:is_available",
+    "num_cuda_devices": "torch.cuda:device_count",
     "find_usable_cuda_devices": "Trainer(devices=N), which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
-    "CheckpointIO": "trainer.compat.plugins:CheckpointIO",
-    "AsyncCheckpointIO": "trainer.compat.plugins:AsyncCheckpointIO",
-    "TorchCheckpointIO": "trainer.compat.plugins:TorchCheckpointIO",
-    "Precision": "trainer.precision:Precision",
-    "PrecisionPlugin": "trainer.precision:Precision",
-    "MixedPrecision": "trainer.compat.plugins:MixedPrecision",
+    **_of("trainer.compat.plugins", "CheckpointIO AsyncCheckpointIO TorchCheckpointIO"),
+    **dict.fromkeys(("Precision", "PrecisionPlugin"), "trainer.precision:Precision"),
+    **_of("trainer.compat.plugins", "MixedPrecision DoublePrecision HalfPrecision FSDPPrecision DeepSpeedPrecision"),
     "MixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
-    "DoublePrecision": "trainer.compat.plugins:DoublePrecision",
     "DoublePrecisionPlugin": "trainer.compat.plugins:DoublePrecision",
-    "HalfPrecision": "trainer.compat.plugins:HalfPrecision",
-    "FSDPPrecision": "trainer.compat.plugins:FSDPPrecision",
-    "DeepSpeedPrecision": "trainer.compat.plugins:DeepSpeedPrecision",
     "XLAPrecision": "Trainer(precision='bf16-true') with strategy='xla'",
     "BitsandbytesPrecision": "layers of bitsandbytes, made in configure_model",
     "TransformerEnginePrecision": "Trainer(precision='fp8')",
-    "ClusterEnvironment": "trainer.compat.plugins:ClusterEnvironment",
-    "LightningEnvironment": "trainer.compat.plugins:LightningEnvironment",
-    "SLURMEnvironment": "trainer.compat.plugins:SLURMEnvironment",
-    "TorchElasticEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
+    **_of("trainer.compat.plugins", "ClusterEnvironment LightningEnvironment SLURMEnvironment TorchElasticEnvironment"),
+    "KubeflowEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
     "MPIEnvironment": "trainer launch, torchrun or srun: processes started by mpirun are not known",
     "LSFEnvironment": "trainer launch or torchrun on each machine of the LSF job",
-    "KubeflowEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
     "XLAEnvironment": "Trainer(strategy='xla')",
     "TorchSyncBatchNorm": "trainer.compat.plugins:TorchSyncBatchNorm",
-    "DDPStrategy": "trainer.strategies:DDPStrategy",
-    "FSDPStrategy": "trainer.strategies:FSDPStrategy",
-    "DeepSpeedStrategy": "trainer.strategies:DeepSpeedStrategy",
-    "SingleDeviceStrategy": "trainer.strategies:SingleDeviceStrategy",
-    "Strategy": "trainer.strategy:Strategy",
-    "StrategyRegistry": "a strategy of your own as an object: Trainer(strategy=MyStrategy())",
-    "ParallelStrategy": "trainer.strategy:Strategy",
+    **_of("trainer.strategies", "DDPStrategy FSDPStrategy DeepSpeedStrategy SingleDeviceStrategy"),
+    **dict.fromkeys(("StrategyRegistry", "STRATEGY_REGISTRY"), "trainer.compat.helpers:STRATEGIES"),
+    **dict.fromkeys(("Strategy", "ParallelStrategy"), "trainer.strategy:Strategy"),
     "ModelParallelStrategy": "trainer.strategies:FSDPStrategy",
-    "XLAStrategy": "trainer.strategies:XlaStrategy",
+    **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "trainer.strategies:XlaStrategy"),
     "XLAFSDPStrategy": "trainer.strategies:XlaFsdpStrategy",
-    "SingleDeviceXLAStrategy": "trainer.strategies:XlaStrategy",
     "DataParallelStrategy": "strategy='ddp'",
-    "Profiler": "trainer.callbacks:Profiler",
-    "SimpleProfiler": "trainer.callbacks:SimpleProfiler",
-    "AdvancedProfiler": "trainer.callbacks:AdvancedProfiler",
-    "PassThroughProfiler": "trainer.callbacks:PassThroughProfiler",
+    **_of("trainer.callbacks", "Profiler SimpleProfiler AdvancedProfiler PassThroughProfiler RichModelSummary"),
     "PyTorchProfiler": "trainer.callbacks:TorchProfiler",
     "XLAProfiler": "torch_xla.debug.profiler around fit",
     "Tuner": "trainer.tuner:Tuner",
@@ -146,55 +118,29 @@ NAMES: dict[str, str] = {
     "SpikeDetection": "trainer.callbacks.BadStepGuard, or EarlyStopping(divergence_threshold=...)",
     "BatchSizeFinder": "Tuner(trainer).scale_batch_size(module) of trainer.tuner, or `trainer tune batch-size`",
     "LearningRateFinder": "Tuner(trainer).lr_find(module) of trainer.tuner, or `trainer tune lr`",
-    "RichModelSummary": "trainer.callbacks:RichModelSummary",
-    **dict.fromkeys(
-        ("CometLogger", "LitLogger", "NeptuneLogger"), "a Tracker of your own: twenty lines, see the page 'loggers'"
-    ),
-    "DummyLogger": "trainer.logger:DummyLogger",
+    **_all("a Tracker of your own: twenty lines, see the page 'loggers'", "CometLogger LitLogger NeptuneLogger"),
     "ExperimentWriter": "trainer.callbacks:CSVLogger",
     # the rest
-    "LightningCLI": "trainer.cli.lightning_cli:LightningCLI",
-    "LightningArgumentParser": "trainer.cli.lightning_cli:LightningArgumentParser",
+    **_of("trainer.cli.lightning_cli", "LightningCLI LightningArgumentParser"),
     "SaveConfigCallback": "nothing: a run has config.yaml in its run directory",
-    "ArgsType": "typing:Any",
-    "OptimizerCallable": "trainer.compat.types:OptimizerCallable",
-    "LRSchedulerCallable": "trainer.compat.types:LRSchedulerCallable",
-    "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "__version__": "trainer:__version__",
-    "module_available": "importlib.util.find_spec",
-    "BoringModel": "trainer.compat.demos:BoringModel",
-    "BoringDataModule": "trainer.compat.demos:BoringDataModule",
-    "DemoModel": "trainer.compat.demos:DemoModel",
-    "RandomDataset": "trainer.compat.demos:RandomDataset",
-    "cli_lightning_logo": "trainer.compat.demos:cli_lightning_logo",
+    **_of("trainer.compat.demos", "BoringModel BoringDataModule DemoModel RandomDataset cli_lightning_logo"),
     "MNIST": "trainer.compat.demos:mnist",
     "get_torchvision_model": "trainer.compat.demos:get_torchvision_model",
-    **dict.fromkeys(
-        ("ModelHooks", "DataHooks", "CheckpointHooks"),
-        "trainer.TrainModule or trainer.DataModule, which have these hooks",
-    ),
-    "HyperparametersMixin": "trainer.hyperparameters:HasHyperparameters",
-    "ReduceLROnPlateau": "torch.optim.lr_scheduler:ReduceLROnPlateau",
-    "LightningDeprecationWarning": "builtins:DeprecationWarning",
-    "PossibleUserWarning": "builtins:UserWarning",
+    **_all("trainer.TrainModule or trainer.DataModule, which have these hooks", "ModelHooks DataHooks CheckpointHooks"),
 }
-
-_PROCESSES = "`trainer launch`, torchrun or srun: the processes are started by the run"
-_PLUGINS = "Trainer(strategy=..., precision=...)"
 
 PACKAGES_IN_WORDS = {
     "data": "litdata, which this package has become",
-    "strategies.launchers": _PROCESSES,
-    "plugins": _PLUGINS,
+    "strategies.launchers": "`trainer launch`, torchrun or srun: the processes are started by the run",
+    "plugins": "Trainer(strategy=..., precision=...)",
     "accelerators": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu')",
     "trainer.connectors": "the public attributes of the Trainer, such as callback_metrics, callbacks, train_dataloader",
     "utilities.apply_func": "torch.utils._pytree.tree_map",
     "utilities.cloud_io": "torch.load and torch.save, or fsspec",
     "utilities.distributed": "torch.distributed, or trainer.strategy.processes",
     "utilities.exceptions": "trainer.ConfigError",
-    "utilities.imports": "importlib.util.find_spec(name), or torch.__version__",
-    "utilities.seed": "trainer.seed_everything",
     "utilities.types": "typing.Any",
     "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
     "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
@@ -426,66 +372,12 @@ HOMES: dict[str, str] = {
 THEIRS = {home.partition(":")[2]: name for name, home in HOMES.items()}
 """Our class -> Lightning's name for it, where that is another one."""
 
-MODULES = (
-    "__about__ __version__ accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps "
-    "accelerators.xla callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
-    "callbacks.finetuning callbacks.gradient_accumulation_scheduler callbacks.lambda_function callbacks.lr_finder "
-    "callbacks.model_checkpoint callbacks.on_exception_checkpoint callbacks.progress callbacks.progress.progress_bar "
-    "callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.pruning callbacks.rich_model_summary "
-    "callbacks.spike callbacks.stochastic_weight_avg callbacks.throughput_monitor callbacks.weight_averaging core "
-    "core.datamodule core.hooks core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
-    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.accelerators.registry "
-    "fabric.connector fabric.plugins.collectives fabric.plugins.collectives.collective "
-    "fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective "
-    "fabric.plugins.environments.cluster_environment fabric.plugins.environments.kubeflow "
-    "fabric.plugins.environments.lightning fabric.plugins.environments.lsf fabric.plugins.environments.mpi "
-    "fabric.plugins.environments.slurm fabric.plugins.environments.torchelastic fabric.plugins.environments.xla "
-    "fabric.plugins.io.checkpoint_io fabric.plugins.io.torch_io fabric.plugins.io.xla fabric.plugins.precision.utils "
-    "fabric.strategies fabric.strategies.ddp fabric.strategies.deepspeed fabric.strategies.dp fabric.strategies.fsdp "
-    "fabric.strategies.registry fabric.strategies.xla fabric.strategies.xla_fsdp fabric.utilities.apply_func "
-    "fabric.utilities.cloud_io fabric.utilities.device_dtype_mixin fabric.utilities.device_parser "
-    "fabric.utilities.distributed fabric.utilities.init fabric.utilities.load fabric.utilities.logger "
-    "fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike fabric.utilities.throughput "
-    "fabric.wrappers loggers loggers.comet loggers.csv_logs loggers.litlogger loggers.logger loggers.mlflow "
-    "loggers.neptune loggers.tensorboard loggers.utilities loggers.wandb loops loops.evaluation_loop loops.fetchers "
-    "loops.fit_loop loops.loop loops.optimization loops.optimization.automatic loops.optimization.closure "
-    "loops.optimization.manual loops.prediction_loop loops.progress loops.training_epoch_loop loops.utilities "
-    "overrides overrides.distributed plugins plugins.environments plugins.io plugins.io.async_plugin "
-    "plugins.io.checkpoint_plugin plugins.io.torch_plugin plugins.io.wrapper plugins.io.xla_plugin plugins.layer_sync "
-    "plugins.precision plugins.precision.amp plugins.precision.bitsandbytes plugins.precision.deepspeed "
-    "plugins.precision.double plugins.precision.fsdp plugins.precision.half plugins.precision.precision "
-    "plugins.precision.transformer_engine plugins.precision.xla profilers profilers.advanced profilers.profiler "
-    "profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module strategies.launchers "
-    "strategies.launchers.launcher strategies.launchers.multiprocessing strategies.launchers.subprocess_script "
-    "strategies.launchers.xla strategies.model_parallel strategies.parallel strategies.single_device "
-    "strategies.single_xla strategies.strategy trainer.call trainer.connectors "
-    "trainer.connectors.accelerator_connector trainer.connectors.callback_connector "
-    "trainer.connectors.checkpoint_connector trainer.connectors.data_connector trainer.connectors.logger_connector "
-    "trainer.connectors.logger_connector.fx_validator trainer.connectors.logger_connector.logger_connector "
-    "trainer.connectors.logger_connector.result trainer.connectors.signal_connector trainer.setup trainer.states "
-    "trainer.trainer tuner tuner.batch_size_scaling tuner.lr_finder tuner.tuning utilities utilities.argparse "
-    "utilities.combined_loader utilities.compile utilities.consolidate_checkpoint utilities.data utilities.deepspeed "
-    "utilities.enums utilities.exceptions utilities.grads utilities.imports utilities.memory utilities.model_helpers "
-    "utilities.model_registry utilities.model_summary utilities.model_summary.model_summary "
-    "utilities.model_summary.model_summary_deepspeed utilities.parameter_tying utilities.parsing utilities.rank_zero "
-    "utilities.seed utilities.signature_utils utilities.types utilities.warnings"
-)
-"""Lightning's modules, without the name of its package; modules of the same name here are found first.
+_ROWS = [row.split() for row in Path(__file__).with_name("modules.txt").read_text(encoding="utf-8").splitlines()]
+MODULES: dict[str, list[str]] = {module: names for module, *names in _ROWS}
+"""Lightning's modules, without the name of its package -> the names that each defines or exports.
 
-Below `fabric` are those of the same names, too.
+Modules of the same name here are found first. Below `fabric` are those of Fabric.
 """
-
-EXPORTS = {
-    "loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
-    "profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
-    "utilities": "AttributeDict CombinedLoader LightningEnum GradClipAlgorithmType grad_norm is_picklable "
-    "move_data_to_device suggested_max_num_workers "
-    "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
-    "utilities.types": "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig "
-    "LRSchedulerConfigType",
-    "utilities.rank_zero": "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
-}
-"""A module of Lightning's -> the names here that `from ... import *` takes from it."""
 
 TRAINER_ARGUMENTS = {
     **accelerate.TRAINER_ARGUMENTS,

@@ -73,7 +73,8 @@ def find_class(
             raise ConfigError(f"{getattr(found, '__qualname__', found)!r} is a {type(found).__name__}, not a class.")
     elif not issubclass(found, bases):
         parents = _names(found.__bases__)
-        raise ConfigError(f"{found.__qualname__} is not derived from {_names(bases)} (but from {parents}).")
+        words = vars(found).get("not_here")  # of a name that only Lightning has
+        raise ConfigError(words or f"{found.__qualname__} is not derived from {_names(bases)} (but from {parents}).")
     return ResolvedClass(found, f"{where}{attribute}")
 
 

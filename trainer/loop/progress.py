@@ -150,6 +150,10 @@ class DelayedSaves:
         for save in saves:
             save()
 
+    def keep_objects(self, objects: Mapping[str, Any]) -> None:
+        """Keep what only the single file of the checkpoint that is being saved will contain."""
+        self.objects = objects
+
     def add(self, save: Callable[[], None]) -> None:
         """Write a checkpoint at the end of the block, unless `drop` is called before."""
         self._saves.append(save)

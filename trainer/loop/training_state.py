@@ -570,7 +570,7 @@ def save_state(
             state |= {"average": averages, "evaluated": "average"}
         with saved_by_hooks(state) as shown:
             run.hooks.on_save_checkpoint(shown)
-        run.saves.objects = shown.objects
+        run.saves.keep_objects(shown.objects)
         weights_alone: dict[str, Any] = {"optimizers": [], "schedulers": [], "scaler": {}, "gradients": []}
         if weights_only:
             about["weights_only"] = True

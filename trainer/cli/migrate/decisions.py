@@ -12,7 +12,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from trainer.cli.migrate import former_names
-from trainer.cli.migrate.names import NAME_HERE, NAMES, NOT_THERE, Finding, argument_words, lightning_root, mode_words
+from trainer.cli.migrate.names import NOT_THERE, Finding, argument_words, lightning_root, mode_words, name_words
 from trainer.compat.names import FORMER_HOOKS, KEEP_OUTPUTS, WORDS
 from trainer.settings import ARGUMENTS
 
@@ -109,7 +109,7 @@ class _DecisionFinder(cst.CSTVisitor):
         module = get_full_name_for_node(node.module) if node.module else ""
         for alias in () if isinstance(node.names, cst.ImportStar) else node.names:
             if f"{module}.".startswith("trainer.") and not node.relative:  # rewritten before
-                self._report_name(alias, alias.evaluated_name)
+                self._report_name(alias, str(module), alias.evaluated_name)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         names = _NamesOfAClass()
@@ -226,16 +226,15 @@ class _DecisionFinder(cst.CSTVisitor):
         elif root and package in NOT_THERE:
             self._add(node, path, f"use {NOT_THERE[package]}")
         else:
-            self._report_name(node, name)
+            self._report_name(node, before, name)
 
     def _report_member(self, node: cst.CSTNode, kind: str, owner: str, name: str) -> None:
         if name in MEMBERS[kind]:
             self._add(node, f"{owner}.{name}", f"use {MEMBERS[kind][name]}")
 
-    def _report_name(self, node: cst.CSTNode, name: str) -> None:
-        target = NAMES.get(name, "")
-        if not NAME_HERE.fullmatch(target):
-            self._add(node, name, f"use {target}")
+    def _report_name(self, node: cst.CSTNode, owner: str, name: str) -> None:
+        if words := name_words(owner, name):
+            self._add(node, name, f"use {words}")
 
     def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))

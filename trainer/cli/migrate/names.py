@@ -10,7 +10,8 @@ from typing import NamedTuple
 import trainer
 from trainer.cli.migrate import former_names
 from trainer.compat import answers, names
-from trainer.compat.finder import module_of_lightning
+from trainer.compat.finder import flag
+from trainer.compat.names import MODULES
 from trainer.config.plug_names import callbacks
 from trainer.metrics.monitor import implied_mode
 from trainer.names import misses
@@ -150,9 +151,12 @@ def module_here(path: str) -> Place:
         inside = inside.rpartition(".")[0]
     if not inside:
         return Place("trainer")
+    return Place(f"trainer.{inside}") if inside in MODULES or _is_a_file(inside) else Place("", UNKNOWN)
+
+
+def _is_a_file(inside: str) -> bool:
     place = Path(trainer.__file__).parent.joinpath(*inside.split("."))
-    here = module_of_lightning(f"trainer.{inside}") or place.is_dir() or place.with_suffix(".py").is_file()
-    return Place(f"trainer.{inside}") if here else Place("", UNKNOWN)
+    return place.is_dir() or place.with_suffix(".py").is_file()
 
 
 def name_here(module: str, name: str) -> Place:
@@ -168,9 +172,21 @@ def name_here(module: str, name: str) -> Place:
     packages = [
         ("trainer", known in trainer.__all__),
         *((package, target == f"{package}:{known}") for package in PUBLIC),
-        (inside.path or "trainer.utilities", target != ""),  # Lightning's path is served
+        (inside.path or "trainer.utilities", target != "" or flag(name) is not None),  # Lightning's path is served
         ("trainer.loggers", known in callbacks("Logger")),
         ("trainer.callbacks", known in callbacks("Callback")),
     ]
     home = next((package for package, has_it in packages if has_it), None)
     return Place("", inside.instead or UNKNOWN) if home is None else Place(f"{home}.{known}")
+
+
+def name_words(owner: str, name: str) -> str:
+    """Return what to use instead of a name of Lightning's module or class; empty if it is here, or not known."""
+    inside = owner.partition(".")[2]
+    if owner.startswith("trainer.") and inside in MODULES and not _is_a_file(inside):
+        owner = f"lightning.pytorch.{inside}"  # rewritten before
+    if lightning_root(owner) and module_here(owner).path:
+        here = name_here(owner, name)
+        return "" if here.path or name.startswith("__") else here.instead
+    target = NAMES.get(name, "")
+    return "" if NAME_HERE.fullmatch(target) else target

@@ -11,9 +11,9 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from trainer.cli.migrate.decisions import OF_A_TRAINER, decisions, imported_path
 from trainer.cli.migrate.names import ARGUMENTS, RENAMED, VALUES, Finding, lightning_root, module_here, name_here
-from trainer.compat.names import EXPORTS
 
-WITH_ALL = ("trainer", "trainer.callbacks", "trainer.strategies", *(f"trainer.{name}" for name in EXPORTS))
+_WITH_ALL = ("callbacks", "strategies", "loggers", "profilers", "utilities", "utilities.types", "utilities.rank_zero")
+WITH_ALL = ("trainer", *(f"trainer.{name}" for name in _WITH_ALL))
 """Packages whose `import *` gives the names that Lightning's exports."""
 
 

@@ -1,3 +1,3 @@
-"""Stand in the place of Lightning for a process whose PYTHONPATH has this folder; `pytorch_lightning` is a link."""
+"""Stand in for Lightning in a process whose PYTHONPATH has this folder; the other two files are links to this one."""
 
 import trainer.compat.lightning  # noqa: F401 - which replaces this module in sys.modules
