@@ -45,7 +45,7 @@ class HookCheckpoint(dict[str, Any]):
         own = {name: value for name, value in entries.items() if name != ADDED}
         self._shown = {**lightning, **own, **entries.get(ADDED, {})}
         self.objects: dict[str, Any] = {}
-        """What hooks have added and the folder of a checkpoint cannot store, in a process that runs as Lightning."""
+        """The additions of hooks that the folder of a checkpoint cannot store, in a process that runs as Lightning."""
         super().__init__(self._shown)
 
     def __missing__(self, name: str) -> Any:

@@ -135,7 +135,7 @@ class DelayedSaves:
     logged_before: Mapping[int, dict[str, Any]] = {}
     """The states of the loggers, by id, from before the validation that was left."""
     objects: Mapping[str, Any] = {}
-    """What hooks have added to the newest checkpoint, and only its single file contains."""
+    """The additions of hooks to the newest checkpoint that only its single file contains."""
 
     def __init__(self) -> None:
         self._saves: list[Callable[[], None]] = []
