@@ -12,12 +12,15 @@ from sklearn.datasets import load_sample_images
 
 SIZE = 64
 house, flower = load_sample_images().images
-for name, photograph, first, count in (("good", house, 0, 16), ("bad", flower, 0, 8)):
-    Path("images", name).mkdir(parents=True, exist_ok=True)
-    for number in range(first, first + count):
+for name, photograph, count in (("good", house, 16), ("bad", flower, 8)):
+    Path("images", name).mkdir(parents=True)
+    for number in range(count):
         top, left = SIZE * (number // 8) + 100, SIZE * (number % 8)
         part = photograph[top : top + SIZE, left : left + SIZE]
         Image.fromarray(part).save(Path("images", name, f"{number}.png"))
+Path("images", "masks").mkdir()
+for number in range(8):  # all of a flower is strange
+    Image.new("L", (SIZE, SIZE), 255).save(Path("images", "masks", f"{number}.png"))
 
 
 def trained(model, epochs):
@@ -28,6 +31,7 @@ def trained(model, epochs):
         root="images",
         normal_dir="good",
         abnormal_dir="bad",
+        mask_dir="masks",
         train_batch_size=16,  # all of them: the batches are shuffled
         eval_batch_size=4,
         num_workers=0,
