@@ -52,7 +52,7 @@ from trainer.runs.compare_ranks import compare
 from trainer.runs.describe import PrintedText, describe
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.runs.preflight_checks import Call, read_call
-from trainer.runs.resolved_config import resolve_config
+from trainer.runs.resolved_config import replace_callbacks, resolve_config
 from trainer.runs.terminal import print_text
 from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
@@ -978,6 +978,14 @@ class Trainer:
     def callbacks(self) -> list[Callback]:
         """The callbacks and loggers of the trainer and the module."""
         return self.config.callbacks if self._run is None else self._run.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        if self.stage is not None:
+            raise ConfigError("trainer.callbacks cannot be set during a run. Set it before.")
+        replace_callbacks(self.config, callbacks)
+        if self._run is not None:
+            self._run.callbacks = self.config.callbacks
 
     @property
     def hooks(self) -> CallbackList:

@@ -307,13 +307,13 @@ def test_attributes_of_a_trainer_that_cannot_be_set_are_listed(command: Command,
         "trainer = L.Trainer()\n"
         "trainer.model = net  # here\n"
         "self.trainer.limit_val_batches = 3  # here\n"
-        "trainer.callbacks = []  # here\n"
+        "trainer.callbacks = []\n"
         "trainer.should_stop = True\n"
         "trainer.accumulate_grad_batches = 2\n"
         "trainer.mine, cfg.trainer.callbacks, net.trainer = 1, [], trainer\n"
     )
     lines_listed(command, tmp_path / "a.py", text, "give it as an argument")
-    for name in ("model", "limit_val_batches", "callbacks", "optimizers", "datamodule", "loggers", "ckpt_path"):
+    for name in ("model", "limit_val_batches", "optimizers", "datamodule", "loggers", "ckpt_path"):
         with pytest.raises(AttributeError, match="cannot be set"):
             setattr(Trainer(accelerator="cpu", logger=False), name, None)
 

@@ -65,7 +65,8 @@ ONE_FILE = (
     "a checkpoint is a folder here: use ModelCheckpoint(single_file=True), or save_checkpoint(path, single_file=True), "
     "to write one file that torch.load reads"
 )
-NOT_SET = {*ARGUMENTS, "model", "optimizers", "datamodule", "loggers", "ckpt_path"} - {"accumulate_grad_batches"}
+SET = {"accumulate_grad_batches", "callbacks"}
+NOT_SET = {*ARGUMENTS, "model", "optimizers", "datamodule", "loggers", "ckpt_path"} - SET
 """Attributes of a Trainer that cannot be set here."""
 KEPT_IN_MEMORY = "values that are not data, such as classes and modules, are not in checkpoints: make them again there"
 LOGS = re.compile(r"(\S*/)?lightning_logs(/\S*)?")
