@@ -320,9 +320,8 @@ class Trainer:
     ) -> list[Any] | None:
         """Run `predict_step` over the prediction loaders; return this process's outputs, one for each batch.
 
-        With several loaders, return a list of outputs for each loader. Callbacks such as PredictionWriter get the
-        outputs batch by batch; with such a callback, or with `return_predictions=False`, nothing is kept in memory and
-        None is returned.
+        With several loaders, return a list of outputs for each loader. With a PredictionWriter, which gets the outputs
+        batch by batch, or with `return_predictions=False`, nothing is kept in memory and None is returned.
 
         Args:
             module, dataloaders, datamodule, ckpt_path, weights_only, others: as in `validate`.

@@ -20,7 +20,10 @@ ENVIRONMENT = ROOT / ".venv-packages"
 
 LIGHT = ("neuralforecast", "pytorch-forecasting")
 """Run by `make test-long`, too: one that makes its own Trainer, and one of modules for a Trainer."""
-OTHERS = ("anomalib", "chemprop", "darts", "gluonts", "pytorch-tabular", "scvi-tools", "torchgeo")
+OTHERS = (
+    *("anomalib", "chemprop", "darts", "gluonts", "lightly", "optuna-integration", "pytorch-tabular", "scvi-tools"),
+    *("torch-uncertainty", "torchgeo"),
+)
 
 
 class Near(NamedTuple):
@@ -31,13 +34,16 @@ class Near(NamedTuple):
     why: str
 
 
+MEANS = "Lightning adds up the values of an epoch in float32"
 NEAR: dict[str, tuple[Near, ...]] = {
     "gluonts": (
         Near("drawn_windows/*", 0.3, "numpy's generator, which draws the windows, is seeded again for each epoch"),
     ),
+    "lightly": (Near("*metrics/*", 1e-6, MEANS),),
+    "optuna-integration": (Near("values/*", 1e-6, MEANS),),
     "pytorch-tabular": (Near("*", 1e-4, "its one batch is shuffled: the sums over it have another order"),),
     "scvi-tools": (Near("*", 0.1, "batches are shuffled in another order, and so are the numbers that it draws"),),
-    "torchgeo": (Near("metrics/*", 1e-6, "Lightning adds up the values of an epoch in float32"),),
+    "torchgeo": (Near("metrics/*", 1e-6, MEANS),),
 }
 """Everything else is equal to the last bit."""
 
