@@ -983,8 +983,7 @@ class Trainer:
         if self.stage is not None:
             raise ConfigError("trainer.callbacks cannot be set during a run. Set it before.")
         replace_callbacks(self.config, callbacks)
-        if self._run is not None:
-            self._run.callbacks = self.config.callbacks
+        self.callbacks[:] = self.config.callbacks  # also of the last run
 
     @property
     def hooks(self) -> CallbackList:
