@@ -36,9 +36,12 @@ test-quick: .venv/ready  ## what starts few processes, in 3 minutes
 	$(PYTEST) -m "not slow and not long"
 
 test-long: .venv/ready  ## tests of which `make test` runs no case, kills and drawn inputs, in 10 to 20 minutes: SAMPLE=1 further case of each, SEED=1
+	@# Where nothing can be installed the tests of packages fail, in words, after all others have run.
+	-@$(MAKE) --no-print-directory .venv-packages/light
 	$(PYTEST) -v -m "long or drawn" --sample $(SAMPLE) --seed $(SEED) --inputs 200 --minutes 0.5
 
 test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 drawn inputs, an hour of chaos: SEED=1
+	-@$(MAKE) --no-print-directory .venv-packages/all
 	$(PYTEST) -m "long or drawn" --seed $(SEED) --inputs 2000 --minutes 60
 	$(BIN)/python -m tests.helpers.portability
 
@@ -58,6 +61,26 @@ test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ##
 	    echo "== $$file"; timeout 1800 $(XLA_PYTHON) -m pytest -q --timeout 900 $$file || status=1; \
 	done; \
 	echo "== at the lowest versions"; $(XLA_PYTHON) -m pytest -q -n 2 --dist loadfile -m "not slow and not long" $(LOWEST) || status=1; exit $$status
+
+# Packages that are built on Lightning, laid over .venv. Each is installed without its dependencies: what .venv has is
+# used, above all torch, and constraints-packages.txt has the rest.
+INSTALL_PACKAGES := $(BIN)/python -m pip --python .venv-packages/bin/python install --quiet --no-deps
+LIGHT_PACKAGES := lightning neuralforecast coreforecast utilsforecast pytorch-forecasting scikit-base
+
+.venv-packages/ready: .venv/ready constraints-packages.txt
+	$(BIN)/python -m venv --clear --without-pip .venv-packages
+	@.venv-packages/bin/python -c 'import pathlib, sysconfig, sys; \
+	    pathlib.Path(sysconfig.get_path("purelib"), "project.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+.venv-packages/light: .venv-packages/ready
+	$(INSTALL_PACKAGES) --constraint constraints-packages.txt $(LIGHT_PACKAGES)
+	@touch $@
+
+.venv-packages/all: .venv-packages/light
+	$(INSTALL_PACKAGES) --requirement constraints-packages.txt
+	@touch $@
 
 # torch alone is newer here than in constraints.txt, where it is a small build for CPUs.
 NEWEST_TORCH := 2.14.1
@@ -99,4 +122,4 @@ docs: .venv/ready  ## the site, in build/site: every link leads somewhere, every
 	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 clean:           ## remove what was made here
-	rm -rf .venv .venv-xla .venv-newest build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache
+	rm -rf .venv .venv-xla .venv-newest .venv-packages build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache

@@ -131,6 +131,7 @@ class ModelCheckpoint(Checkpoint):
         trainable_only: bool = False,
         single_file: bool | None = None,
     ) -> None:
+        super().__init__()
         triggers = (every_n_train_steps, every_n_epochs, train_time_interval)
         problems = template_problems(filename)
         if sum(trigger not in (None, 0) for trigger in triggers) > 1:

@@ -50,6 +50,7 @@ class CSVLogger(FileLogger):
         *,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
+        super().__init__()
         self.place = LoggerFolder(self.file_name, save_dir, name, version)
         self.prefix = prefix
         self.flush_logs_every_n_steps = flush_logs_every_n_steps

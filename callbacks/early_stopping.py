@@ -101,6 +101,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        super().__init__()
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

@@ -27,6 +27,7 @@ class GradientAccumulationScheduler(AccumulationSchedule):
     """
 
     def __init__(self, scheduling: Mapping[NonNegativeInt | str, PositiveInt]) -> None:
+        super().__init__()
         # The keys of a JSON object are strings.
         epochs: list[Any] = [whole_number(one) if isinstance(one, str) else one for one in scheduling]
         if not epochs or None in epochs:

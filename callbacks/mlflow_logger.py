@@ -64,6 +64,7 @@ class MLFlowLogger(Tracker):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
+        super().__init__()
         self.experiment_name = experiment_name
         self.run_name = run_name
         self._tracking_uri = tracking_uri

@@ -35,6 +35,7 @@ class OnExceptionCheckpoint(Callback):
     """The checkpoint has the states of the other callbacks as their `on_exception` leaves them."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+        super().__init__()
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
         self.dirpath = str(kept_storage_path(dirpath, "dirpath"))

@@ -54,8 +54,6 @@ class BasePredictionWriter(Callback):
             (on the CPU), and call `write_on_epoch_end`; "batch_and_epoch": both.
     """
 
-    takes_predictions = True
-
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         self.write_interval, self.interval = write_interval, WriteInterval(write_interval)
         self._kept: list[list[Any]] = []
@@ -136,6 +134,7 @@ class PredictionWriter(BasePredictionWriter):
         ConfigError: an argument is not valid, or the format cannot hold the value that `predict_step` returned.
     """
 
+    takes_predictions = True
     agree_on = ("write_interval", "format")
 
     def __init__(

@@ -73,6 +73,7 @@ class TensorBoardLogger(FileLogger):
         *,
         flush_seconds: NonNegativeFloat = 5.0,
     ) -> None:
+        super().__init__()
         self.place = LoggerFolder("events.out.tfevents.*", save_dir, name, version, sub_dir)
         self.logs_graph, self.default_hp_metric, self.prefix = log_graph, default_hp_metric, prefix
         self.flush_seconds = flush_seconds

@@ -74,6 +74,7 @@ class ThroughputMonitor(Callback):
         flops_per_sample: float | Callable[[TrainModule], float] | None = None,
         peak_flops: Annotated[float, Limit("above", 0)] | None = None,
     ) -> None:
+        super().__init__()
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.items_per_batch = items_per_batch if length_fn is None else length_fn
         self.items_name = items_name or ("tokens" if length_fn is None else "items")

@@ -38,6 +38,7 @@ class Timer(Callback):
     def __init__(
         self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
     ) -> None:
+        super().__init__()
         self.duration = read_duration(duration)
         self.interval, self.verbose = interval, verbose
         self._before = dict.fromkeys(STAGES, 0.0)

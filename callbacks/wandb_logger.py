@@ -72,6 +72,7 @@ class WandbLogger(Tracker):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: Any,
     ) -> None:
+        super().__init__()
         if experiment is not None and not hasattr(experiment, "define_metric"):
             raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
         self._save_dir = optional_path(save_dir, "save_dir") or optional_path(dir, "dir")

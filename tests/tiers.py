@@ -125,6 +125,8 @@ SLOW = (
 """Files whose tests start many processes, compile, or wait: `make test-quick` leaves them out."""
 
 LONG: dict[str, tuple[str, ...]] = {
+    "packages/test_packages.py::test_a_package_*": (),
+    "packages/test_packages.py::test_further_packages": (),
     "strategies/test_quantized_bases.py::test_a_quantized_base_with_adapters_is_saved_and_resumed_to_the_bit": (
         "single",
     ),
@@ -403,6 +405,7 @@ RELEASE = (
     "examples/test_examples.py::test_models_of_transformers_on_two_processes",
     "examples/test_examples.py::test_population_based_training_with_ray",
     "launchers/test_ray.py::*",
+    "packages/test_packages.py::test_further_packages",
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam",
     "faults/test_chaos.py::test_a_training_killed_three_times",
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit",

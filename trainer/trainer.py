@@ -52,7 +52,7 @@ from trainer.runs.compare_ranks import compare
 from trainer.runs.describe import PrintedText, describe
 from trainer.runs.monitors import refuse_missing_monitors
 from trainer.runs.preflight_checks import Call, read_call
-from trainer.runs.resolved_config import resolve_config
+from trainer.runs.resolved_config import replace_callbacks, resolve_config
 from trainer.runs.terminal import print_text
 from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
@@ -322,9 +322,8 @@ class Trainer:
     ) -> list[Any] | None:
         """Run `predict_step` over the prediction loaders; return this process's outputs, one for each batch.
 
-        With several loaders, return a list of outputs for each loader. Callbacks such as PredictionWriter get the
-        outputs batch by batch; with such a callback, or with `return_predictions=False`, nothing is kept in memory and
-        None is returned.
+        With several loaders, return a list of outputs for each loader. With a PredictionWriter, which gets the outputs
+        batch by batch, or with `return_predictions=False`, nothing is kept in memory and None is returned.
 
         Args:
             module, dataloaders, datamodule, ckpt_path, weights_only, others: as in `validate`.
@@ -985,10 +984,9 @@ class Trainer:
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        """Set the callbacks of the next runs, as `trainer.callbacks += [...]` does."""
         if self.stage is not None:
-            raise AttributeError("Trainer.callbacks cannot be set inside a run: give Trainer(callbacks=...).")
-        self.config.callbacks[:] = callbacks
+            raise ConfigError("trainer.callbacks cannot be set during a run. Set it before.")
+        replace_callbacks(self.config, callbacks)
 
     @property
     def hooks(self) -> CallbackList:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tests.helpers.toy import Toy, loader, quiet
 from tests.messages import raises_recorded
 from trainer import ConfigError, DataModule
-from trainer.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
+from trainer.callbacks import BasePredictionWriter, ModelCheckpoint, PredictionWriter, read_predictions
 
 FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 
@@ -170,6 +170,13 @@ def test_subclasses_write_what_they_want() -> None:
     quiet(callbacks=[by_epoch]).predict(Toy(), loader(2))
     assert by_batch.seen == [(0, 0, [0, 1, 2, 3], 4), (1, 0, [4, 5, 6, 7], 4)]
     assert by_epoch.seen == [2]
+
+
+def test_predict_returns_predictions_unless_they_are_in_files() -> None:
+    """A class of one's own may only count them: packages have one, and use what `predict` returns, as in Lightning."""
+    for writer, returned in ((BasePredictionWriter(), 2), (PredictionWriter("out"), None)):
+        outputs = quiet(callbacks=[writer]).predict(Toy(), loader(2))
+        assert (outputs and len(outputs)) == returned
 
 
 def test_nothing_or_only_a_part_to_read() -> None:

@@ -298,3 +298,13 @@ def test_what_cannot_be_assigned_is_refused() -> None:
         quiet(max_epochs=1).fit(Changes(), loader())
     with raises_recorded(ConfigError):
         Toy().trainer = "cpu"  # type: ignore[assignment]
+
+
+def test_a_loop_of_ones_own_is_refused_in_words() -> None:
+    from trainer.compat.inside import EvaluationLoop
+
+    class Prints(EvaluationLoop):
+        """As torch-uncertainty's, for a table of its own."""
+
+    with raises_recorded(ConfigError):
+        Prints(quiet(), "test", "test", inference_mode=True)  # type: ignore[arg-type]

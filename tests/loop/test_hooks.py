@@ -392,24 +392,16 @@ def test_callbacks_of_the_module_log() -> None:
     assert quiet().test(Gives(), loader(1))[0]["seen"] == 2
 
 
-def test_callbacks_are_set_and_extended_between_runs() -> None:
+def test_callbacks_of_a_module_stay_as_in_lightning() -> None:
+    class Gives(Toy):
+        def configure_callbacks(self) -> Any:
+            return [Logs()]
+
     trainer = quiet(max_epochs=1)
-    trainer.callbacks += [Logs()]
-    trainer.fit(Toy(), loader(1))
-    assert trainer.callback_metrics["seen"] == 3
+    trainer.fit(Gives(), loader(1))
+    trainer.callbacks.append(Callback())
     assert trainer.test(Toy(), loader(1))[0]["seen"] == 2
-    trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, Logs)]
-    assert "seen" not in trainer.test(Toy(), loader(1))[0]
-    trainer.callbacks.append(Logs())
-    assert trainer.test(Toy(), loader(1))[0]["seen"] == 2
-
-    class Sets(Callback):
-        def on_test_start(self, trainer: Trainer, pl_module: TrainModule) -> None:
-            trainer.callbacks = []
-
-    trainer.callbacks.append(Sets())
-    with pytest.raises(AttributeError, match="cannot be set inside a run"):
-        trainer.test(Toy(), loader(1))
+    assert [type(one) for one in trainer.callbacks] == [Logs, Callback]
 
 
 def test_a_module_may_give_one_callback_by_itself() -> None:

@@ -17,6 +17,7 @@ from trainer.compat.accelerators import ACCELERATORS, XLAAccelerator
 from trainer.compat.names import BESIDE_VIEWS
 from trainer.compat.plugins import TorchCheckpointIO
 from trainer.data.combined_loader import CombinedLoader
+from trainer.errors import ConfigError
 from trainer.names.aliases import Alias
 from trainer.runs.resolved_config import ResolvedConfig, resolve_config
 from trainer.settings import Settings
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 class View:
     """Base of the views. Any other attribute is answered by what to use, and none can be set."""
 
-    def __init__(self, name: str, **parts: Any) -> None:
+    def __init__(self, name: str, *others: Any, **parts: Any) -> None:
+        if others or not isinstance(name, str):
+            raise ConfigError(
+                f"{type(self).__name__} cannot be made: the Trainer's loops are only read here. Override the hooks of "
+                "a module or callback instead, such as on_test_epoch_end, which can print trainer.callback_metrics."
+            )
         vars(self).update(_name=name, **parts)
 
     def __getattr__(self, name: str) -> Any:

@@ -317,3 +317,18 @@ def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Cal
             )
     # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def replace_callbacks(config: ResolvedConfig, given: list[Callback]) -> None:
+    """Set the callbacks of the next runs. The loggers, which are in the list, too, stay, and writers of files that the
+    settings leave out are left out.
+
+    Raises:
+        ConfigError: `given` is not a list of callbacks, or contains one twice.
+    """
+    problems = _others_than(Callback, given, "trainer.callbacks", "a list of callbacks")
+    others = [one for one in _listed(given) if not any(one is logger for logger in config.loggers)]
+    if len({*map(id, others)}) < len(others):
+        problems.append("trainer.callbacks: an object is listed twice. Remove one.")
+    raise_problems(problems, "the trainer's callbacks")
+    config.callbacks[:] = [*_without_writers(config.settings, others), *config.loggers]
