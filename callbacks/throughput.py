@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
-
 from trainer.arguments import Limit, PositiveInt, number_of
 from trainer.callback import Callback, problem_of_several
 from trainer.model.compile import compilations
@@ -18,7 +16,6 @@ from trainer.model.peak_flops import peak_of
 if TYPE_CHECKING:
     from trainer.loop.progress import Progress
     from trainer.module import TrainModule
-    from trainer.precision import Precision
     from trainer.runs.resolved_config import ResolvedConfig
     from trainer.trainer import Trainer
 
@@ -100,7 +97,8 @@ class ThroughputMonitor(Callback):
         self._batches = self._items = self._samples = 0
         self._flops = self._flops_of(pl_module)
         if self._flops is not None:
-            self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer.precision))
+            dtype = trainer.precision.autocast or trainer.precision.weights  # of matrix products
+            self._peak = self.peak_flops or peak_of(trainer.device, dtype)
             if self._peak is None:
                 log.info(
                     "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
@@ -168,8 +166,3 @@ class ThroughputMonitor(Callback):
             name = f"throughput{self.separator}{self.items_name}_per_s"
             # Only this process's own items are known here; the sum over processes is made when the log is read.
             trainer.log(name, items, on_step=True, on_epoch=False, reduce_fx="sum", weight=1)
-
-
-def compute_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of matrix products."""
-    return precision.autocast or precision.weights
