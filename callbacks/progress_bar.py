@@ -129,15 +129,7 @@ class ProgressBar(Callback):
             title = "validate"
         self._start_evaluation(title, counts, keep=trainer.stage != "fit")
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self._evaluated += 1
         if time.monotonic() >= self._next:
             self._update(self._evaluated)
