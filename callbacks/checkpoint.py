@@ -136,8 +136,6 @@ class ModelCheckpoint(Checkpoint):
         problems = template_problems(filename)
         if sum(trigger not in (None, 0) for trigger in triggers) > 1:
             problems.append("give one of every_n_train_steps, every_n_epochs, train_time_interval to a callback.")
-        if monitor is None and save_top_k > 1 and mode is not None:
-            problems.append("mode without monitor means nothing: give monitor='val_loss' or the like.")
         raise_problems(problems, "ModelCheckpoint's arguments")
         place = None if dirpath is None else kept_storage_path(dirpath, "dirpath")
         self.dirpath = None if place is None else str(place)
