@@ -698,7 +698,7 @@ class FSDPStrategy(SwapsParameters, DistributedStrategy):
             self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._split.compare_loss(loss)
+        self._split.common_loss.compare(loss)
         if self._split.pipeline is not None:
             self._split.pipeline.backward(loss, self._backward_of)
             return

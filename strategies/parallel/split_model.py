@@ -144,7 +144,8 @@ class SplitModel:
     def _start(self) -> None:
         self._called, self._called_first = set[str](), set[str]()
         """The step methods that have been called, and those that were called in the window in progress."""
-        self._common_loss = CommonLoss()
+        self.common_loss = CommonLoss()
+        """Compares the losses of the processes of one stage."""
         self._stage_values: StageValues | None = None
         self._compares_gradients = False
 
@@ -181,7 +182,7 @@ class SplitModel:
         if self.verify and self.layout.processes > 1:
             self._compares_gradients = self.layout.tensor > 1
             experts = [self.mesh.experts.get_group("expert")] if self.layout.expert > 1 else []
-            self._common_loss = CommonLoss(self.here.values(), self._groups_of_parts(), experts)
+            self.common_loss = CommonLoss(self.here.values(), self._groups_of_parts(), experts)
             self._stage_values = None if self.pipeline is None else StageValues(self.module)
 
     def call(self, step: str, args: tuple[Any, ...], device: torch.device, run: Callable[[], Any]) -> Any:
@@ -194,8 +195,8 @@ class SplitModel:
             return run()
         training = step == "training_step" and torch.is_grad_enabled()
         if training:
-            self._common_loss.begin()
-            if self._common_loss.verifies:
+            self.common_loss.begin()
+            if self.common_loss.verifies:
                 self._verification.restart()
         values = self._stage_values if training else None
         with self._uncompiled_once(step), NULL_CONTEXT if values is None else values.step():
@@ -214,7 +215,7 @@ class SplitModel:
         In training until the window ends, because a backward recomputes as its forward has computed; also where blocks
         are verified again, or attributes cannot be read.
         """
-        again = self._common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
+        again = self.common_loss.verifies or (self._stage_values is not None and bool(self._stage_values.unread))
         if step in self._called and not again:
             return NULL_CONTEXT
         (self._called_first if torch.is_grad_enabled() else self._called).add(step)
@@ -231,10 +232,6 @@ class SplitModel:
     def as_forward(self) -> AbstractContextManager[Any]:
         """Return a context where a backward recomputes as its forward has computed."""
         return torch.compiler.set_stance("force_eager") if self._called_first else NULL_CONTEXT
-
-    def compare_loss(self, loss: torch.Tensor) -> None:
-        """Raise ConfigError if the processes of one stage have different losses. Collective."""
-        self._common_loss.compare(loss)
 
     def exchange_values(self) -> None:
         """Find what a window has changed on some stages alone. Collective, after some windows."""
