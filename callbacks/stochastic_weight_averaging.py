@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callbacks.weight_averaging import AveragingCallback, as_device
@@ -18,7 +16,7 @@ from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.stop import exit_code
 from trainer.state.averaged_weights import equal_weights, from_avg_fn
-from trainer.state.batch_statistics import redo_batch_statistics
+from trainer.state.batch_statistics import keeps_statistics, redo_batch_statistics
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run
@@ -149,7 +147,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def _redo_statistics(self, run: Run) -> None:
         """Compute the statistics of BatchNorms with the average, unless it has them. Collective."""
-        if self._averaged.count and not self._averaged.has_buffers and any(map(_counts, run.module.modules())):
+        if self._averaged.count and not self._averaged.has_buffers and any(map(keeps_statistics, run.module.modules())):
             self._averaged.swap_in()
             statistics = redo_batch_statistics(run)
             self._averaged.swap_out()
@@ -179,7 +177,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainModule, checkpoint: dict[str, Any]) -> None:
         average = entries_of(checkpoint).get("average")
-        norms = [name for name, one in pl_module.named_modules() if _counts(one)]
+        norms = [name for name, one in pl_module.named_modules() if keeps_statistics(one)]
         lacks = average is not None and norms and f"{norms[0]}.running_mean".removeprefix(".") not in average
         if lacks and trainer.stage != "fit" and trainer.is_global_zero:
             log.warning(
@@ -187,8 +185,3 @@ class StochasticWeightAveraging(AveragingCallback):
                 "that belong to the training's weights"
             )
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-
-def _counts(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm with running statistics."""
-    return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.metrics.metric_log import MetricScope
@@ -25,11 +26,7 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
     """
     module, strategy, loader = run.module, run.strategy, run.train_loader
     assert loader is not None
-    norms = {
-        name: one
-        for name, one in module.named_modules()
-        if isinstance(one, _BatchNorm) and one.track_running_stats and one.running_mean is not None
-    }
+    norms = {name: one for name, one in module.named_modules() if keeps_statistics(one)}
     if loader.one_shot:
         log.warning("the data can be read only once, so BatchNorms keep the statistics of the training")
         return {}
@@ -53,3 +50,8 @@ def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
                 assert statistic is not None
                 found[f"{name}.{kind}"] = strategy.processes.sum_over_readers(statistic) / readers
     return found
+
+
+def keeps_statistics(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether a module is a BatchNorm with running statistics."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
