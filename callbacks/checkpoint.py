@@ -22,7 +22,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.hook_checkpoint import entries_of
 from trainer.checkpoint.kept import KeptCheckpoints
 from trainer.checkpoint.left_out import LeftOutError
-from trainer.checkpoint.lightning_file import FilesBeside, file_of, is_beside, writes_file
+from trainer.checkpoint.lightning_file import FilesBeside, file_of, is_beside, share_written, writes_file
 from trainer.checkpoint.manifest import is_committed
 from trainer.checkpoint.retention import Retention, format_name, logged_names, template_problems
 from trainer.checkpoint.storage import StoragePath, as_storage_path, kept_storage_path, real_path, require_writable
@@ -365,6 +365,7 @@ class ModelCheckpoint(Checkpoint):
             self._finish_write(trainer)
         if self._checkpoints.listed.step == trainer.global_step:
             self._unsaved = None
+        share_written(trainer.strategy.processes)
         if runs_as_lightning() and not self.single_file and trainer.is_global_zero:
             log.warning(
                 "%s has folders alone. ModelCheckpoint(single_file=True) also writes files, on a disk.", self._folder

@@ -61,7 +61,7 @@ def fitted(folder: Path, **options: Any) -> tuple[Any, Holds, Path]:
 @pytest.fixture
 def forgets(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the function after which this process has written nothing, as a new one."""
-    return lambda: monkeypatch.setattr(files, "_written", {})
+    return lambda: monkeypatch.setattr(files, "_written", set())
 
 
 @pytest.mark.parametrize("async_save", [False, True])

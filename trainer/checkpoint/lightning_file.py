@@ -17,7 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from io import IOBase
+from io import BufferedReader, IOBase
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +41,7 @@ from trainer.checkpoint.hook_checkpoint import ADDED, HYPERPARAMETERS, add_objec
 from trainer.checkpoint.manifest import FILE_RECORD, read_manifest
 from trainer.checkpoint.storage import StoragePath, check_entry, kept_storage_path, read_small_file
 from trainer.checkpoint.writing import serialize_state
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 from trainer.names.states import LIGHTNING_VERSION, runs_as_lightning
@@ -60,8 +61,8 @@ _READER = "trainer.cli.checkpoint.from_lightning"
 
 Given = TypeVar("Given", bound="str | StoragePath")
 _MAX_RECORD = 1000
-_written: dict[str, FileEntry] = {}
-"""The files that this process has written while it runs as Lightning: objects in them are read again."""
+_written: set[FileEntry] = set()
+"""The files that this run has written while it runs as Lightning, and their copies: objects in them are read again."""
 Save = Callable[[dict[str, Any], Path], None]
 """Writes the entries of a file, as `save_file` does."""
 Load = Callable[[Path], dict[str, Any]]
@@ -200,9 +201,9 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
         with atomic_file(path) as temporary:
             with open(temporary, "xb") as file:
                 torch.save(checkpoint, file)
+            if runs_as_lightning():
+                _written.add(_entry_of(temporary))
             fault_point("after_file")
-        if runs_as_lightning():
-            _written[str(path.resolve())] = _entry_of(path)
     except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
         cause = reason(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise WriteError(f"cannot write {path}: {cause}") from error
@@ -281,9 +282,13 @@ def link_last(folder: StoragePath) -> None:
 
 
 def _entry_of(file: Path) -> FileEntry:
-    new: Any = new_digest  # typeshed asks for more of a digest than is needed
     with open(file, "rb") as opened:
-        return FileEntry(os.fstat(opened.fileno()).st_size, hashlib.file_digest(opened, new).hexdigest())
+        return _digest_of(opened)
+
+
+def _digest_of(opened: BufferedReader) -> FileEntry:
+    new: Any = new_digest  # typeshed asks for more of a digest than is needed
+    return FileEntry(os.fstat(opened.fileno()).st_size, hashlib.file_digest(opened, new).hexdigest())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -322,21 +327,30 @@ def objects_in(file: Path, trusted: bool) -> dict[str, Any]:
     Args:
         trusted: whether the caller has given weights_only=False.
     """
-    if not _has_readable_objects(file, trusted):
-        return {}
-    read = torch.load(file, map_location="cpu", weights_only=False)
+    read = _with_objects(file, trusted) or {}
     return {name: value for name, value in read.items() if name not in OF_LIGHTNING}
 
 
-def _has_readable_objects(file: Path, trusted: bool) -> bool:
+def share_written(processes: SingleProcess) -> None:
+    """Let all processes read the objects in the files that rank 0 has written. Collective."""
+    if runs_as_lightning():
+        _written.update(processes.broadcast_object(_written))
+
+
+def _with_objects(file: Path, trusted: bool) -> dict[str, Any] | None:
+    """Return all entries of a file whose objects may be read; None of another one."""
     if not runs_as_lightning():
-        return False
-    return trusted or _written.get(str(file.resolve())) == _entry_of(file)
+        return None
+    with open(file, "rb") as opened:  # once: another file may take its place
+        if not trusted and _digest_of(opened) not in _written:
+            return None
+        opened.seek(0)
+        read: dict[str, Any] = torch.load(opened, map_location="cpu", weights_only=False)
+        return read
 
 
-def _data_in(file: Path) -> dict[str, Any]:
+def _data_of(read: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a file without objects."""
-    read = torch.load(file, map_location="cpu", weights_only=False)
     hyperparameters = read.get(HYPERPARAMETERS) or {}
     read[HYPERPARAMETERS] = {name: value for name, value in hyperparameters.items() if is_data(value)}
     return {name: value for name, value in read.items() if name in OF_LIGHTNING or is_data(value)}
@@ -370,12 +384,11 @@ def as_folder(path: Given, load: Load | None = None, trusted: bool = False) -> I
     if _was_written_of(file, beside := file.with_name(file.name.removesuffix(SUFFIX))):
         yield beside
         return
-    if load is None and _has_readable_objects(file, trusted):
-        load = _data_in
+    read = _with_objects(file, trusted) if load is None else load(file)
     with _folder_near(file) as near:
-        if load is not None:
-            entries, file = load(file), near / f"read{SUFFIX}"
-            save_file(entries, file)
+        if read is not None:
+            file = near / f"read{SUFFIX}"
+            save_file(_data_of(read), file)
         import_file(file, folder := near / "checkpoint")
         yield folder
 

@@ -33,6 +33,7 @@ from trainer.checkpoint.lightning_file import (
     remove_beside,
     save_file,
     save_with_objects,
+    share_written,
     write_beside,
     writes_file,
 )
@@ -626,6 +627,7 @@ def writer_to(
 
     try:
         yield write
+        share_written(processes)
     finally:
         if processes.is_global_zero:
             shutil.rmtree(near, ignore_errors=True)
