@@ -28,44 +28,44 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
 room                     | lines of code | branches     | per statement | files
 any room                 |               |              | > 0.36        | > 28
-the product              | 44251 > 39000 | 12107 > 9800 | 0.292 > 0.28  | 327
-callbacks                | 4096          | 1039         | 0.271         | -
+the product              | 44251 > 39000 | 12107 > 9800 | 0.291 > 0.28  | 327
+callbacks                | 4174          | 1049         | 0.268         | -
 strategies               | 707           | 195          | 0.294         | 7
 strategies/deepspeed     | 1426          | 343          | 0.282         | 9
 strategies/fsdp          | 1473          | 439          | 0.307         | 9
 strategies/xla           | 496           | 112          | 0.235         | 5
-trainer                  | 4362          | 1105         | 0.273         | 14
-trainer/checkpoint       | 3687          | 1104         | 0.304         | 28
-trainer/cli              | 2033          | 435          | 0.251         | 22
+trainer                  | 4394          | 1104         | 0.271         | 14
+trainer/checkpoint       | 3796          | 1136         | 0.303         | 28
+trainer/cli              | 2181          | 472          | 0.25          | 23
 trainer/cli/checkpoint   | 890           | 246          | 0.324         | 7
 trainer/cli/config       | 690           | 146          | 0.281         | 7
 trainer/cli/doctor       | 422           | 81           | 0.2           | 6
 trainer/cli/estimate     | 490           | 159          | 0.349         | 5
-trainer/cli/migrate      | 872           | 246          | 0.347         | 7
+trainer/cli/migrate      | 964           | 282          | 0.362         | 7
 trainer/cli/runs         | 267           | 99           | 0.345         | 3
 trainer/cli/tune         | 113           | 16           | 0.239         | 2
-trainer/compat           | 1348          | 130          | 0.193         | 11
-trainer/config           | 1852          | 609          | 0.326         | 14
-trainer/data             | 2580          | 837          | 0.317         | 21
+trainer/compat           | 1500          | 174          | 0.176         | 13
+trainer/config           | 1856          | 611          | 0.326         | 14
+trainer/data             | 2581          | 837          | 0.317         | 21
 trainer/distributed      | 1121          | 296          | 0.278         | 14
 trainer/engine           | 1138          | 317          | 0.306         | 5
 trainer/fault_tolerance  | 1192          | 281          | 0.229         | 14
 trainer/float8           | 130           | 35           | 0.258         | 3
 trainer/launchers        | 759           | 192          | 0.256         | 9
-trainer/loop             | 2776          | 704          | 0.261         | 14 > 14
-trainer/metrics          | 1356          | 422          | 0.307         | 11
+trainer/loop             | 2850          | 723          | 0.262         | 14 > 14
+trainer/metrics          | 1364          | 426          | 0.308         | 11
 trainer/model            | 1978          | 676          | 0.343         | 22
 trainer/testing          | 350           | 64           | 0.21          | 5
 trainer/tuner            | 660           | 179          | 0.285         | 6
 trainer/guards           | 724           | 189          | 0.25          | 10
-trainer/names            | 205           | 42           | 0.183         | 6
-trainer/runs             | 1692          | 573          | 0.358         | 13
-trainer/state            | 1030          | 380          | 0.353         | 9
-strategies/parallel      | 2235          | 641          | 0.325         | 14
+trainer/names            | 206           | 43           | 0.187         | 6
+trainer/runs             | 1701          | 577          | 0.359         | 13
+trainer/state            | 1029          | 380          | 0.352         | 9
+strategies/parallel      | 2233          | 641          | 0.325         | 14
 trainer/compat/as_lightning| 1             | 0            | 0             | 1
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 900 of 900    | 225 of 225   |               | 6 of 6
+Packages                 | 1605 of 1605  | 413 of 413   |               | 9 of 9
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9
@@ -78,11 +78,11 @@ words, at least          | for a line of code
 docstrings and comments  | 0.22
 
 journey                  | calls
-Trainer(...)             | 291 > 300
-fit to on_fit_start      | 2071 > 2500
-shell to Trainer.fit     | 1567 > 4500
-save_checkpoint          | 858 > 900
-load_from_checkpoint     | 643 > 700
+Trainer(...)             | 295 > 300
+fit to on_fit_start      | 2137 > 2500
+shell to Trainer.fit     | 1571 > 4500
+save_checkpoint          | 861 > 900
+load_from_checkpoint     | 649 > 700
 """
 """Each number: its limit, and after ">" where it has to arrive; of a reserve, what is spent of it.
 

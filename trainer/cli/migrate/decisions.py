@@ -149,7 +149,7 @@ class _DecisionFinder(cst.CSTVisitor):
         owner, _, name = (get_full_name_for_node(node.target) or "").rpartition(".")
         if (owner, name) == ("", "truncated_bptt_steps"):
             self._report_member(node, "LightningModule", "self", "truncated_bptt_steps")
-        if name in NOT_SET and (owner in self.trainers or OF_A_TRAINER.fullmatch(owner)):
+        if name in NOT_SET and self._is_trainer(owner):
             self._add(node, f"{owner}.{name} = ...", "give it as an argument, of Trainer, fit or Tuner")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
@@ -158,7 +158,7 @@ class _DecisionFinder(cst.CSTVisitor):
         own = self.classes[-1]
         if path:
             self._report_path(node, path)
-        elif written in self.trainers or OF_A_TRAINER.fullmatch(written):
+        elif self._is_trainer(written):
             self._report_member(node, "Trainer", written, name)
         elif written == "self" and own is not None and name not in {*own, *HOOKS}:
             self._report_member(node, "LightningModule", written, name)
@@ -205,6 +205,9 @@ class _DecisionFinder(cst.CSTVisitor):
     def _path(self, node: cst.CSTNode) -> str:
         """Return the path in Lightning or in this package that an expression has been imported from."""
         return imported_path(self.get_metadata(QualifiedNameProvider, node, ()))
+
+    def _is_trainer(self, name: str) -> bool:
+        return name in self.trainers or OF_A_TRAINER.fullmatch(name) is not None
 
     def _names_checkpoint(self, node: cst.CSTNode) -> bool:
         """Whether an expression has the path of a checkpoint in it."""
