@@ -37,7 +37,7 @@ strategies/xla           | 496           | 112          | 0.235         | 5
 trainer                  | 4394          | 1104         | 0.271         | 14
 trainer/checkpoint       | 3796          | 1136         | 0.303         | 28
 trainer/cli              | 2181          | 472          | 0.25          | 23
-trainer/cli/checkpoint   | 890           | 246          | 0.324         | 7
+trainer/cli/checkpoint   | 894           | 248          | 0.327         | 7
 trainer/cli/config       | 690           | 146          | 0.281         | 7
 trainer/cli/doctor       | 422           | 81           | 0.2           | 6
 trainer/cli/estimate     | 490           | 159          | 0.349         | 5
@@ -65,7 +65,7 @@ strategies/parallel      | 2233          | 641          | 0.325         | 14
 trainer/compat/as_lightning| 1             | 0            | 0             | 1
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 1605 of 1605  | 413 of 413   |               | 9 of 9
+Packages                 | 1609 of 1609  | 415 of 415   |               | 9 of 9
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9

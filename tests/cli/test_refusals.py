@@ -185,6 +185,7 @@ checkpoint show runs/version_0 --ckpt bets
 checkpoint show runs/version_0/checkpoints/step=10 --ckpt best
 checkpoint show runs/version_0/checkpoints/best --ckpt last
 checkpoint show empty
+checkpoint verify mymodel.py
 checkpoint verify empty
 checkpoint import nowhere.ckpt new
 checkpoint export runs/version_0 new --dtype bf17

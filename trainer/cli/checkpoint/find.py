@@ -44,6 +44,10 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     with reading(given):
         runs = sorted(run_directories(given), key=by_numbers) if isinstance(given, Path) else versions(given)
         folders = [run / CHECKPOINTS for run in dict.fromkeys([*runs, given]) if (run / CHECKPOINTS).is_dir()]
+    if isinstance(given, Path) and given.is_file():
+        raise CheckpointError(
+            f"{path} is a file. Give the folder beside it, or `trainer checkpoint import {path} OUT`."
+        )
     if not folders:
         raise CheckpointError(
             f"there is no checkpoint {path}, and none in it. Give a checkpoint, a run directory (with a folder "
