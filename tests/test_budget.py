@@ -35,7 +35,7 @@ strategies/deepspeed     | 1426          | 343          | 0.282         | 9
 strategies/fsdp          | 1473          | 439          | 0.307         | 9
 strategies/xla           | 496           | 112          | 0.235         | 5
 trainer                  | 4394          | 1104         | 0.271         | 14
-trainer/checkpoint       | 3796          | 1136         | 0.303         | 28
+trainer/checkpoint       | 3805          | 1141         | 0.304         | 28
 trainer/cli              | 2181          | 472          | 0.25          | 23
 trainer/cli/checkpoint   | 894           | 248          | 0.327         | 7
 trainer/cli/config       | 690           | 146          | 0.281         | 7
@@ -65,7 +65,7 @@ strategies/parallel      | 2233          | 641          | 0.325         | 14
 trainer/compat/as_lightning| 1             | 0            | 0             | 1
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 1609 of 1609  | 415 of 415   |               | 9 of 9
+Packages                 | 1618 of 1618  | 420 of 420   |               | 9 of 9
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9

@@ -114,6 +114,15 @@ def test_another_process_reads_objects_only_if_it_is_told_to(tmp_path: Path, for
     assert Holds.load_from_checkpoint(alone, weights_only=False).seen["scale"].by == 4
 
 
+def test_classes_that_the_program_allows_are_read(tmp_path: Path, forgets: Any) -> None:
+    _, _, file = fitted(tmp_path)
+    forgets()
+    with torch.serialization.safe_globals([Scale]):
+        assert Holds.load_from_checkpoint(file).seen["scale"].by == 4
+        alone = Path(shutil.copy(file, tmp_path / "alone.ckpt"))
+        assert Holds.load_from_checkpoint(alone).seen["scale"].by == 4
+
+
 class Runs:
     """Leaves a trace where it is unpickled."""
 

@@ -322,7 +322,8 @@ def read_located(
 def objects_in(file: Path, trusted: bool) -> dict[str, Any]:
     """Return what a file has beside Lightning's own entries, with the module's hyperparameters, objects among them.
 
-    Only in a process that runs as Lightning, and of a file that this process has written, or the caller trusts.
+    Only in a process that runs as Lightning, and of a file that this process has written, or the caller trusts; of any
+    other file if its objects are of classes that torch has been told are safe.
 
     Args:
         trusted: whether the caller has given weights_only=False.
@@ -342,11 +343,23 @@ def _with_objects(file: Path, trusted: bool) -> dict[str, Any] | None:
     if not runs_as_lightning():
         return None
     with open(file, "rb") as opened:  # once: another file may take its place
-        if not trusted and _digest_of(opened) not in _written:
+        restricted = not trusted and _digest_of(opened) not in _written
+        if restricted and not any(_is_of_the_program(one) for one in torch.serialization.get_safe_globals()):
             return None
         opened.seek(0)
-        read: dict[str, Any] = torch.load(opened, map_location="cpu", weights_only=False)
+        try:
+            read: dict[str, Any] = torch.load(opened, map_location="cpu", weights_only=restricted)
+        except Exception:  # of any kind, from a damaged file; the separate process says what is wrong
+            if not restricted:
+                raise
+            return None
         return read
+
+
+def _is_of_the_program(allowed: Any) -> bool:
+    """Whether a class that torch has been told is safe is not torch's own."""
+    kind = allowed[0] if isinstance(allowed, tuple) else allowed
+    return not kind.__module__.startswith("torch.")
 
 
 def _data_of(read: dict[str, Any]) -> dict[str, Any]:
