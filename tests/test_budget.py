@@ -37,14 +37,14 @@ strategies/xla           | 496           | 112          | 0.235         | 5
 trainer                  | 4394          | 1104         | 0.271         | 14
 trainer/checkpoint       | 3805          | 1141         | 0.304         | 28
 trainer/cli              | 2181          | 472          | 0.25          | 23
-trainer/cli/checkpoint   | 894           | 248          | 0.327         | 7
+trainer/cli/checkpoint   | 894           | 248          | 0.326         | 7
 trainer/cli/config       | 690           | 146          | 0.281         | 7
 trainer/cli/doctor       | 422           | 81           | 0.2           | 6
 trainer/cli/estimate     | 490           | 159          | 0.349         | 5
 trainer/cli/migrate      | 964           | 282          | 0.362         | 7
 trainer/cli/runs         | 267           | 99           | 0.345         | 3
 trainer/cli/tune         | 113           | 16           | 0.239         | 2
-trainer/compat           | 1500          | 174          | 0.176         | 13
+trainer/compat           | 1505          | 178          | 0.179         | 13
 trainer/config           | 1856          | 611          | 0.326         | 14
 trainer/data             | 2581          | 837          | 0.317         | 21
 trainer/distributed      | 1121          | 296          | 0.278         | 14
@@ -52,7 +52,7 @@ trainer/engine           | 1138          | 317          | 0.306         | 5
 trainer/fault_tolerance  | 1192          | 281          | 0.229         | 14
 trainer/float8           | 130           | 35           | 0.258         | 3
 trainer/launchers        | 759           | 192          | 0.256         | 9
-trainer/loop             | 2850          | 723          | 0.262         | 14 > 14
+trainer/loop             | 2849          | 723          | 0.263         | 14 > 14
 trainer/metrics          | 1364          | 426          | 0.308         | 11
 trainer/model            | 1978          | 676          | 0.343         | 22
 trainer/testing          | 350           | 64           | 0.21          | 5
@@ -65,7 +65,7 @@ strategies/parallel      | 2233          | 641          | 0.325         | 14
 trainer/compat/as_lightning| 1             | 0            | 0             | 1
 
 reserve                  | lines of code | branches     |               | files
-Packages                 | 1618 of 1618  | 420 of 420   |               | 9 of 9
+Packages                 | 1622 of 1622  | 424 of 424   |               | 9 of 9
 Optimizers               | 0 of 1300     | 0 of 325     |               | 0 of 8
 Time travel              | 0 of 1000     | 0 of 250     |               | 0 of 6
 Agents                   | 0 of 1400     | 0 of 350     |               | 0 of 9
@@ -79,7 +79,7 @@ docstrings and comments  | 0.22
 
 journey                  | calls
 Trainer(...)             | 295 > 300
-fit to on_fit_start      | 2137 > 2500
+fit to on_fit_start      | 2133 > 2500
 shell to Trainer.fit     | 1571 > 4500
 save_checkpoint          | 861 > 900
 load_from_checkpoint     | 649 > 700

@@ -351,7 +351,7 @@ def problem_of_several(callback: Callback, config: Any, kind: type, what: str) -
     return [f"{len(several)} {what}: give one."] if len(several) > 1 and several[0] is callback else []
 
 
-def attach(callback: Callback, trainer: Trainer) -> None:
+def attach(callback: Callback, trainer: object) -> None:
     """Give a callback the trainer of the run, which its copies and pickles leave out."""
     callback.__dict__["_trainer"] = trainer
 

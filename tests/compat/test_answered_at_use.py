@@ -21,12 +21,13 @@ from typing import Any, Generic, Optional, TypeVar
 import pytest
 import torch
 
+import trainer
 from tests.compat import modules_of_lightning
 from tests.helpers.toy import Toy
 from tests.messages import raises_recorded
 from trainer import ConfigError
 from trainer.cli.migrate.python_files import migrate_python
-from trainer.compat import accelerate, names
+from trainer.compat import accelerate, finder, names
 from trainer.compat.names import MODULES, NAMES
 
 lightning = pytest.importorskip("pytorch_lightning")
@@ -104,7 +105,8 @@ def test_the_error_of_the_import(line: str) -> None:
         exec(line, {})
 
 
-def test_the_words_of_a_name_without_a_row() -> None:
+def test_the_words_of_a_name_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "_answered", {})  # by other paths in other tests
     with raises_recorded(ConfigError):
         exec("from trainer.callbacks.timer import Interval\nInterval('step')")
     with raises_recorded(ConfigError):
@@ -375,3 +377,18 @@ def test_migrate_does_not_list_names_that_are_here(name: str) -> None:
     if module and module[0].islower() and "." not in last and module != "callbacks.ModelCheckpoint":
         for package in ("lightning.pytorch", "trainer"):
             assert migrate_python(f"from {package}.{module} import {last}".encode())[1] == []
+
+
+def test_modules_here_are_not_hidden_by_names_of_lightning() -> None:
+    """`from trainer.cli import main` asks the package for the name before it imports the module."""
+    root = Path(trainer.__file__).parent
+    code = "import sys\nfrom importlib import import_module\nfrom types import ModuleType\nwrong = []\n"
+    code += "for package, name in PAIRS:\n    found = {}\n    exec(f'from {package} import {name} as it', found)\n"
+    code += "    wrong += [] if isinstance(found['it'], ModuleType) else [(package, name)]\nassert not wrong, wrong\n"
+    files = [path for path in root.rglob("*.py") if "as_lightning" not in path.parts and path.stem[0] != "_"]
+    names = [".".join(("trainer", *path.relative_to(root).with_suffix("").parts)) for path in files]
+    pairs = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names if "strategies.xla" not in name]
+    skipped = {("trainer.compat", "lightning")}  # changes the process
+    code = f"PAIRS = {sorted({*pairs} - skipped)!r}\n{code}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]

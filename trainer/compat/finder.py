@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 from abc import ABCMeta
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
@@ -75,7 +75,12 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     Raises:
         AttributeError, ImportError: Lightning has no such name; see `errors.no_such_name`.
     """
-    inside = f"{package.__name__}.{name}".partition(".")[2]
+    own = f"{package.__name__}.{name}"
+    is_ours = hasattr(package, "__path__") and not isinstance(package, LightningPath)
+    if is_ours and not name.startswith("_") and find_spec(own) is not None:
+        return import_module(own)  # `from trainer.cli import main` asks here before it imports the module
+    _set_rank_of_lightning_utilities()
+    inside = own.partition(".")[2]
     target = NAMES.get(inside.removeprefix("fabric."), NAMES.get(name, ""))
     if _is_object(target):
         return named(target)
@@ -138,6 +143,7 @@ def get_rank() -> int | None:
     return next((int(rank) for rank in given if rank is not None), None)
 
 
+@cache
 def _set_rank_of_lightning_utilities() -> None:
     """Do what the import of Lightning does, and programs with its names rely on, if that package is installed."""
     if find_spec("lightning_utilities") is not None:
@@ -211,6 +217,3 @@ def flag(name: str) -> bool | None:
     has = [*map(int, re.findall(r"\d+", text))][:3]
     answers = {"GREATER_": has >= wanted, "LESS_": has <= [*wanted, 0, 0], "": has[: len(wanted)] == wanted}
     return answers[found[2]]
-
-
-_set_rank_of_lightning_utilities()

@@ -332,9 +332,8 @@ class Run:
         """Add the module's callbacks, and bind all hooks to their first arguments: `caller` and the module."""
         self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
         self.config.callbacks[:] = self.callbacks
-        trainer = self.module.trainer
         for callback in self.callbacks:
-            attach(callback, trainer)
+            attach(callback, caller)
         self.phase = self.metrics.phase = phase_of(self.callbacks)
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
         # A run continues from a full checkpoint, which knows only the checkpoints that were written before it.
