@@ -13,7 +13,7 @@ from typing import Any
 
 PACKAGES = {"pytorch_lightning": "", "lightning_fabric": "fabric"}
 """Lightning's packages -> their place in `lightning`, without that name."""
-LEFT_OUT = ("_graveyard", "__setup__")
+LEFT_OUT = ("_graveyard", "__setup__", "__version__")  # the last would replace the text of that name
 
 
 def modules() -> dict[str, list[str]]:
