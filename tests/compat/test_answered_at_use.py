@@ -25,6 +25,8 @@ import trainer
 from tests.compat import modules_of_lightning
 from tests.helpers.toy import Toy
 from tests.messages import raises_recorded
+
+pytest.importorskip("libcst", reason="of `trainer migrate`, which is not installed")
 from trainer import ConfigError
 from trainer.cli.migrate.python_files import migrate_python
 from trainer.compat import accelerate, finder, names
